@@ -1,0 +1,72 @@
+"""Slots: the number every worker holds from before its fork until it has been reaped.
+
+gunicorn builds the worker object in the arbiter and closes its ``tmp`` when it reaps the process, so an object whose
+``tmp`` is open stands for a worker that lives or may live. No hook and no bookkeeping of ours is needed, and a slot is
+never given out while its last holder could still use it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Protocol
+
+from gpuworker.status.scoreboard import Row, Scoreboard, State
+
+
+class _Tmp(Protocol):
+    def fileno(self) -> int: ...
+
+
+class Holder(Protocol):
+    """What is needed of a gunicorn worker here."""
+
+    tmp: _Tmp
+
+
+def lowest_free(taken: Collection[int]) -> int:
+    """The lowest number from 0 that is not in `taken`."""
+    slot = 0
+    while slot in taken:
+        slot += 1
+    return slot
+
+
+class SlotTable:
+    """Who holds which slot, for all generations whose workers still live.
+
+    A HUP starts a generation, whose workers take 0, 1, 2 … again while those of the last one finish their requests.
+    """
+
+    def __init__(self, board: Scoreboard) -> None:
+        self._board = board
+        self._held: list[tuple[Holder, Row]] = []
+
+    def take(self, worker: Holder, generation: int) -> Row:
+        """Give `worker` the lowest slot that no worker of `generation` holds, as a row of the scoreboard."""
+        self._held = [(holder, row) for holder, row in self._held if not _reaped(holder)]
+        slot = lowest_free({row.slot for _, row in self._held if row.generation == generation})
+        row = self._row(generation, slot)
+        self._held.append((worker, row))
+        return row
+
+    def _row(self, generation: int, slot: int) -> Row:
+        rows = list(self._board.rows())
+        for row in rows:
+            if (row.generation, row.slot) == (generation, slot):
+                row.pid, row.state = 0, State.BOOTING
+                return row
+        alive = {row.generation for _, row in self._held}
+        row = next((row for row in rows if row.generation not in alive), None) or self._board.new_row()
+        # The generation goes first and comes back last: nobody who reads meanwhile takes the old counts for the new.
+        row.generation = row.pid = row.state = row.times_ready = row.failures = 0
+        row.deadline, row.slot = 0.0, slot
+        row.generation = generation
+        return row
+
+
+def _reaped(worker: Holder) -> bool:
+    try:
+        worker.tmp.fileno()
+    except ValueError:
+        return True
+    return False

@@ -1,0 +1,46 @@
+"""When an old worker may go that a HUP told to go.
+
+gunicorn sends SIGTERM to the workers of the old generation as soon as those of the new one are forked, ready or not.
+Here the old worker of a slot serves on until the new one of that slot is ready, so that a reload with a slow or broken
+app costs no request.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+
+from gpuworker.status.scoreboard import Row
+
+
+def may_leave(own: Row, newest: int, rows: Iterable[Row], alive: Callable[[int], bool] | None = None) -> bool:
+    """Whether the worker of row `own`, asked to leave, is no longer needed.
+
+    Where `newest`, the number of the newest generation, is its own, it never was: it is a shutdown or a TTOU. Otherwise
+    its successor has to have been ready; where there is none alive, any ready worker of a newer generation will do (the
+    slot does not exist any more, or gunicorn, which counts the old workers too, forks the successor only after this one
+    has left).
+
+    :param alive: whether a process exists; a pid of 0 is a worker about to be forked.
+    """
+    if newest <= own.generation:
+        return True
+    alive = alive or process_exists
+    newer = [row for row in rows if row.generation > own.generation]
+    successors = [row for row in newer if row.slot == own.slot]
+    if any(row.times_ready for row in successors):
+        return True
+    return any(row.times_ready for row in newer) and not any(alive(row.pid) for row in successors)
+
+
+def process_exists(pid: int) -> bool:
+    """Whether there is a process `pid`; True for 0, which stands for one that is being made."""
+    if pid == 0:
+        return True
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

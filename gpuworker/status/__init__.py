@@ -1,0 +1,1 @@
+"""What the workers are doing, where everybody can see it."""
