@@ -1,0 +1,152 @@
+"""What :class:`~gpuworker.CudaWorker` does in the arbiter: give every worker its seat before the fork.
+
+An exception that left this module would end the server, so none does. At the first start a problem stops the server the
+way gunicorn itself does it (``HaltServer``: listeners closed, pid file and socket removed, exit code 1). Later it goes
+into the seat, and the worker reports it from its own process while the others serve on.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from gunicorn.errors import HaltServer
+
+from gpuworker.arbiter.devices import Device, DeviceError, Devices, discover
+from gpuworker.arbiter.guard import guard
+from gpuworker.arbiter.slots import SlotTable
+from gpuworker.settings import SettingError, Settings
+from gpuworker.status.scoreboard import Row, Scoreboard
+
+
+@dataclass(frozen=True)
+class Generation:
+    """The workers started with one gunicorn ``Config`` object: HUP makes a new one.
+
+    :param number: counted from 1.
+    :param problem: why its settings or devices cannot be used; empty if they can.
+    """
+
+    number: int
+    settings: Settings = field(default_factory=Settings)
+    devices: Devices | None = None
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Seat:
+    """What the arbiter hands to one worker.
+
+    :param device: None only where there is a problem.
+    :param problem: why the worker must not serve; empty if it may.
+    """
+
+    slot: int
+    row: Row
+    board: Scoreboard
+    generation: Generation
+    device: Device | None = None
+    problem: str = ""
+
+
+class Arbiter:
+    """The state of this package in gunicorn's arbiter process."""
+
+    def __init__(self) -> None:
+        self._board = Scoreboard()
+        self._slots = SlotTable(self._board)
+        self._cfg: object = None
+        self._generation = Generation(0)
+        _mark_stop_signals(self._board)
+
+    def seat(self, worker: Any) -> Seat:
+        """A seat for `worker`, whatever happens."""
+        row, problem = Row(), ""
+        if worker.cfg is not self._cfg:
+            self._cfg = worker.cfg
+            self._start_generation(worker.log)
+        try:
+            row = self._slots.take(worker, self._generation.number)
+            problem = self._generation.problem or guard.problem()
+        except Exception as error:
+            problem = _unexpected(worker.log, error)
+        devices = self._generation.devices
+        device = devices.of_slot(row.slot) if devices else None
+        return Seat(row.slot, row, self._board, self._generation, device, problem)
+
+    def _start_generation(self, log: Any) -> None:
+        number = self._generation.number + 1
+        try:
+            settings = Settings.from_environ(os.environ)
+            devices = discover(settings.devices, os.environ)
+            _check_torch(devices)
+            self._generation = Generation(number, settings, devices)
+            _announce(log, devices)
+        except (SettingError, DeviceError) as error:
+            self._generation = Generation(number, problem=str(error))
+        except Exception as error:
+            self._generation = Generation(number, problem=_unexpected(log, error))
+        self._board.newest_generation = number
+
+
+def _unexpected(log: Any, error: Exception) -> str:
+    log.error("The arbiter could not prepare a worker", exc_info=error)
+    return f"the arbiter could not prepare this worker: {error!r}"
+
+
+def _check_torch(devices: Devices) -> None:
+    if torch.version.cuda is None and not devices.items[0].is_cpu:
+        raise DeviceError(
+            f"torch {torch.__version__} is built without CUDA and cannot use {devices.items[0]}: install a CUDA build "
+            "of torch, or set GPUWORKER_DEVICES=cpu."
+        )
+
+
+def _announce(log: Any, devices: Devices) -> None:
+    if devices.warning:
+        log.warning(devices.warning)
+    log.info("Devices, taken by the slots in turn: %s", "; ".join(map(str, devices.items)))
+
+
+_arbiter: Arbiter | None = None
+
+
+def take_seat(worker: Any) -> Seat:
+    """The seat of a worker that is about to be forked.
+
+    :raises HaltServer: at the first start of the server, when the worker could not serve.
+    """
+    global _arbiter
+    first = _arbiter is None
+    try:
+        if _arbiter is None:
+            _arbiter = Arbiter()
+    except Exception as error:
+        raise HaltServer(f"gpuworker could not be set up: {error!r}", 1) from error
+    seat = _arbiter.seat(worker)
+    if first and seat.problem:
+        raise HaltServer(seat.problem, 1)
+    return seat
+
+
+def _mark_stop_signals(board: Scoreboard) -> None:
+    """Let the workers know at once when the server shuts down.
+
+    An old worker that waits for its successor cannot tell the SIGTERM of a HUP from that of a shutdown, and the arbiter
+    of gunicorn 25 and later reads its signals only after it waited for the old workers.
+    """
+    arbiter = os.getpid()
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT):
+        handler = signal.getsignal(number)
+        if not callable(handler):
+            continue
+
+        def mark_and_handle(sig: int, frame: Any, handle: Any = handler) -> None:
+            if os.getpid() == arbiter:
+                board.mark_stopping()
+            handle(sig, frame)
+
+        signal.signal(number, mark_and_handle)

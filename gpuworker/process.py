@@ -1,0 +1,35 @@
+"""What a worker sets up once for its own process."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from typing import Any
+
+import torch
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def die_with(parent: int) -> None:
+    """Have the kernel send SIGTERM to this process when `parent`, which forked it, is gone.
+
+    A change of user clears the request (prctl(2)), so it is made after that.
+
+    :raises SystemExit: if the parent is gone already.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent:
+        sys.exit(0)
+
+
+def reseed() -> None:
+    """Give torch and numpy random states of their own: all workers inherit the arbiter's. gunicorn reseeds `random`."""
+    torch.seed()
+    numpy_random: Any = sys.modules.get("numpy.random")
+    if numpy_random:
+        numpy_random.seed()

@@ -1,0 +1,160 @@
+"""The worker classes: gunicorn's life cycle and nothing else. Each step is one call into a module beside this one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from typing import Any
+
+import torch
+from gunicorn.workers.base import Worker
+from gunicorn.workers.gthread import ThreadWorker
+from gunicorn.workers.sync import SyncWorker
+
+from gpuworker import placement, process
+from gpuworker.arbiter import prefork
+from gpuworker.arbiter.guard import guard
+from gpuworker.boot import Boot, BootError
+from gpuworker.context import CudaContext
+from gpuworker.cpus import granted_cpus, threads_of_worker
+from gpuworker.handover import may_leave
+
+#: Seconds between two looks of an idle old worker at whether its successor is ready.
+HANDOVER_POLL = 0.1
+
+
+class _CudaMixin(Worker):
+    """A slot, a device and a late start of CUDA for any of gunicorn's worker classes.
+
+    :ivar slot: the slot of this worker, for hooks such as ``pre_fork``.
+    """
+
+    _told_to_leave = False
+
+    # In the arbiter, before the fork.
+
+    @classmethod
+    def setup(cls) -> None:
+        """Called by gunicorn whenever it reads its configuration, before a preloaded app is imported."""
+        guard.install()
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._seat = prefork.take_seat(self)
+        self.slot = self._seat.slot
+
+    @property
+    def pid(self) -> Any:
+        """Set by gunicorn, right after the fork, in the arbiter and in the worker."""
+        return self._pid
+
+    @pid.setter
+    def pid(self, value: Any) -> None:
+        self._pid = value
+        if isinstance(value, int):
+            self._seat.row.pid = value
+
+    # In the worker.
+
+    def init_process(self) -> None:
+        """Boot and serve; the whole life of the worker."""
+        self._boot = Boot(self._seat, self.log, self._is_wanted)
+        try:
+            super().init_process()
+        except (Exception, SystemExit) as error:
+            if self.booted or not self.alive:
+                raise
+            if isinstance(error, SystemExit):
+                error = BootError(f"the app called sys.exit({error.code!r}) while it was imported")
+            try:
+                self._boot.fail(error)
+            finally:
+                self.alive = False
+
+    def load_wsgi(self) -> None:
+        """Import the app.
+
+        gunicorn calls this when it has set the environment (``raw_env``), which would overwrite the device chosen here,
+        and changed the user, which would clear the parent-death signal.
+        """
+        process.die_with(self.ppid)
+        guard.remove()
+        self._boot.begin()
+        assert self._seat.device, "a seat without a device has a problem"
+        placement.enter(self.slot, self._seat.device)
+        process.reseed()
+        self._set_threads()
+        context = CudaContext(self._seat.device, self._boot.timed)
+        context.start_at_first_use()
+        with self._boot.timed("app"):
+            super().load_wsgi()
+        context.start()
+
+    def _set_threads(self) -> None:
+        share = threads_of_worker(self._seat.generation.settings, os.environ, self.cfg.workers, granted_cpus())
+        # An app imported by the arbiter may have asked for a number itself.
+        torch.set_num_threads(guard.threads or share)
+
+    def run(self) -> None:
+        """Serve requests."""
+        self._boot.ready()
+        super().run()
+
+    def notify(self) -> None:
+        """Called between requests; here an old worker also looks whether it may go."""
+        super().notify()
+        if self._told_to_leave:
+            self._leave_if_not_needed()
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        """SIGTERM: leave after this request, or, after a HUP, when the new worker of the slot is ready."""
+        self._told_to_leave = True
+        if self.booted:
+            self._leave_if_not_needed()
+        elif self.alive:
+            self.alive = False
+            sys.exit(0)
+
+    def _leave_if_not_needed(self) -> None:
+        if not self.alive:
+            return
+        row, board = self._seat.row, self._seat.board
+        if self._orphaned():
+            # Nobody is left to kill this process if its request never ends.
+            limit = threading.Timer(self.cfg.graceful_timeout, os._exit, (1,))
+            limit.daemon = True
+            limit.start()
+        elif not (board.stopping or may_leave(row, board.newest_generation, board.rows())):
+            return
+        super().handle_exit(signal.SIGTERM, None)
+
+    def _orphaned(self) -> bool:
+        return self.ppid != os.getppid()
+
+    def _is_wanted(self) -> bool:
+        return self.alive and not self._seat.board.stopping and not self._orphaned()
+
+
+class CudaWorker(_CudaMixin, SyncWorker):
+    """gunicorn's sync worker on the GPU of its slot: ``gunicorn -k gpuworker.CudaWorker app:app``."""
+
+    @classmethod
+    def check_config(cls, cfg: Any, log: Any) -> None:
+        """Called by gunicorn at its start."""
+        if cfg.threads > 1:
+            log.warning(
+                "--threads %d has no effect on gpuworker.CudaWorker, which serves one request at a time: "
+                "for threads use -k gpuworker.CudaThreadWorker.",
+                cfg.threads,
+            )
+
+    def wait(self, timeout: float) -> Any:
+        """Wait for a connection; in an old worker not for long, since its successor gives no sign when it is ready."""
+        limit = min(timeout, HANDOVER_POLL) if self._told_to_leave else timeout
+        return super().wait(limit)  # type: ignore[arg-type]  # a float in gunicorn, too
+
+
+class CudaThreadWorker(_CudaMixin, ThreadWorker):
+    """gunicorn's gthread worker on the GPU of its slot: ``-k gpuworker.CudaThreadWorker --threads 4``."""
