@@ -24,33 +24,32 @@ class CudaContext:
     def __init__(self, device: Device, timed: Callable[[str], AbstractContextManager[None]]) -> None:
         self._device = device
         self._timed = timed
-        self._started = False
 
     def start_at_first_use(self) -> None:
-        """Have the first use of CUDA, wherever in the app it is, start and check the context."""
+        """Have the first use of CUDA, wherever in the app it is, make and check the context."""
         if self._device.is_cpu:
             return
-        lazy_init = torch.cuda._lazy_init
+        initialise = torch._C._cuda_init
 
         def first_use() -> None:
-            torch.cuda._lazy_init = lazy_init  # later uses pay nothing
-            self.start()
+            torch._C._cuda_init = initialise
+            with self._timed("context"):
+                initialise()
+                torch._C._cuda_synchronize()  # initialising alone makes no context
+            self._check_device()
 
-        torch.cuda._lazy_init = first_use
+        # Called by torch once, on its way to CUDA, and under a lock that forbids anything but its C functions.
+        torch._C._cuda_init = first_use
 
     def start(self) -> None:
-        """Start CUDA if that has not happened yet.
+        """Start CUDA if that has not happened yet, and make sure that it is the GPU meant.
 
         :raises WrongDeviceError: if it came up on another GPU.
         :raises RuntimeError: from torch, if the GPU cannot be used.
         """
-        if self._device.is_cpu or self._started:
-            return
-        with self._timed("context"):
+        if not self._device.is_cpu:
             torch.cuda.init()  # type: ignore[no-untyped-call]
-            torch.cuda.synchronize()  # init() alone makes no context
-        self._check_device()
-        self._started = True
+            self._check_device()
 
     def _check_device(self) -> None:
         meant = self._device.uuid

@@ -12,7 +12,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import gunicorn
 import torch
@@ -46,12 +46,24 @@ class Guard:
         if self._undo:
             return
         set_num_threads = torch.set_num_threads
-        self._patch(torch.cuda, "_lazy_init", self._refuse)
         self._patch(torch, "set_num_threads", self._remember_threads)
-        if hasattr(torch._C, "_cuda_getDeviceCount"):
-            self._patch(torch._C, "_cuda_getDeviceCount", _count_devices)
+        if torch.version.cuda:
+            self._close_the_ways_to_cuda()
+        else:
+            self._patch(torch.cuda, "_lazy_init", self._refuse)
         self._set_nvml_check()
         set_num_threads(1)
+
+    def _close_the_ways_to_cuda(self) -> None:
+        # Nearly all of torch passes through _cuda_init. What does not is refused one by one, and what is missed here
+        # shows in the driver (see problem()).
+        self._patch(torch._C, "_cuda_init", self._refuse)
+        for way in (torch.cuda.Stream, torch.cuda.ExternalStream, torch.cuda.CUDAGraph):
+            self._patch(way, "__new__", self._refuse)
+        self._patch(torch.Tensor, "pin_memory", self._refuse)
+        # These two are asked in passing, the second by every step of an optimizer, and have an answer without CUDA.
+        self._patch(torch._C, "_cuda_getDeviceCount", _count_devices)
+        self._patch(torch.cuda.graphs, "_cuda_isCurrentStreamCapturing", lambda: False)
 
     def remove(self) -> None:
         """Undo :meth:`install`, in a worker."""
@@ -91,7 +103,7 @@ class Guard:
         # Applied in the workers. Here more than one thread would hang their first parallel operation.
         self._threads = count
 
-    def _refuse(self) -> None:
+    def _refuse(self, *args: object, **kwargs: object) -> NoReturn:
         message = f"CUDA must not start before the fork, no worker could use it:\n  {_line_of_the_app()}\n{_REMEDY}"
         # Remembered too, since the app may catch the exception and go on, on the CPU.
         self._refusals.append(message)

@@ -288,7 +288,7 @@ def test_means_cpu(setting: str, answer: bool) -> None:
 def test_a_machine_without_a_gpu_runs_on_the_cpu_with_a_warning() -> None:
     devices = find(gpus=[])
     assert devices.items == (Device("", "CPU"),)
-    assert "no NVIDIA GPU" in devices.warning
+    assert "No NVIDIA GPU" in devices.warning
     assert "GPUWORKER_DEVICES=cpu" in devices.warning
 
 

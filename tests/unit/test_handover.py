@@ -96,7 +96,7 @@ def no_process() -> int:
     return int(Path("/proc/sys/kernel/pid_max").read_text())
 
 
-@pytest.mark.parametrize("pid", [0, os.getpid(), os.getppid()])
+@pytest.mark.parametrize("pid", [0, os.getpid(), os.getppid()], ids=["unborn", "self", "parent"])
 def test_a_process_that_exists(pid: int) -> None:
     assert process_exists(pid)
 

@@ -1,0 +1,103 @@
+"""Promise 3: the arbiter never starts CUDA, and an app it preloads cannot hang its workers."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.live.server import Server
+
+Make = Callable[..., Server]
+
+USES = {
+    "cuda": "x = torch.zeros(1).cuda()",
+    "factory": 'x = torch.zeros(1, device="cuda:0")',
+    "module": 'x = torch.nn.Linear(2, 2).to("cuda")',
+    "stream": "x = torch.cuda.Stream()",
+    "init": "x = torch.cuda.init()",
+    "graph": "x = torch.cuda.CUDAGraph()",
+    "pinned": "x = torch.zeros(1).pin_memory()",
+    "seed": "x = torch.cuda.get_rng_state()",
+    "properties": "x = torch.cuda.get_device_properties(0)",
+    "swallowed": "try:\n    x = torch.zeros(1).cuda()\nexcept RuntimeError:\n    x = None",
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_preloaded_app_that_starts_cuda_stops_the_start(
+    make_server: Make, tmp_path: Path, gunicorn: Path | None, use: str
+) -> None:
+    (tmp_path / "early.py").write_text(f"import torch\nfrom where import app\n{USES[use]}\n")
+    server = make_server("early:app", "--preload", gunicorn=gunicorn)
+    assert server.wait() == 1
+    assert server.log.count("CUDA must not start before the fork") == 1
+    assert str(tmp_path / "early.py") in server.log, "the file of the app"
+    assert "x = torch." in server.log, "its line"
+    assert "without --preload" in server.log, "what to do"
+    assert "Traceback" not in server.log
+    assert "Booting worker" not in server.log
+    assert not server.pid_path.exists()
+
+
+def test_a_hook_that_starts_cuda_stops_the_start(make_server: Make, gunicorn: Path | None) -> None:
+    config = "import torch\ndef on_starting(server):\n    torch.zeros(1).cuda()\n"
+    server = make_server(config=config, gunicorn=gunicorn)
+    assert server.wait() != 0
+    assert "gunicorn.conf.py" in server.log
+    assert "torch.zeros(1).cuda()" in server.log
+    assert "Booting worker" not in server.log
+
+
+@pytest.mark.skipif(not shutil.which("cc"), reason="needs a C compiler for a stand-in of the driver")
+@pytest.mark.parametrize("where", ["config file", "preloaded app"])
+def test_a_driver_that_another_library_started_stops_the_start(make_server: Make, tmp_path: Path, where: str) -> None:
+    source, library = tmp_path / "stub.c", tmp_path / "libcuda.so.1"
+    source.write_text("int cuDeviceGetCount(int *count) { *count = 1; return 0; }\n")
+    subprocess.run(["cc", "-shared", "-Wl,-soname,libcuda.so.1", "-o", library, source], check=True)
+    code = f"import ctypes\ndriver = ctypes.CDLL({str(library)!r})\n"
+    (tmp_path / "early.py").write_text(code + "from where import app\n")
+    server = make_server(config=code) if where == "config file" else make_server("early:app", "--preload")
+    assert server.wait() == 1
+    assert server.log.count("CUDA was started in gunicorn's arbiter") == 1
+    assert "Traceback" not in server.log
+    assert "Booting worker" not in server.log
+    assert not server.pid_path.exists()
+
+
+@pytest.mark.parametrize("preload", [False, True])
+def test_asking_whether_there_is_a_gpu_is_harmless(make_server: Make, tmp_path: Path, preload: bool) -> None:
+    (tmp_path / "asks.py").write_text(
+        "import torch\nfrom where import app\ndevice = 'cuda' if torch.cuda.is_available() else 'cpu'\n"
+        "count = torch.cuda.device_count()\nmodel = torch.nn.Linear(2, 2).to(device)\n"
+    )
+    make_server(
+        "asks:app", *(["--preload"] if preload else []), config="import torch\ntorch.cuda.device_count()\n"
+    ).wait_ready()
+
+
+@pytest.mark.parametrize("step", ["nothing", "forward", "share_memory", "load_state_dict", "half", "many_threads"])
+def test_a_preloaded_app_that_computed_does_not_hang_its_workers(make_server: Make, step: str) -> None:
+    env = {"AT_IMPORT": step, "GPUWORKER_THREADS": "2"}
+    server = make_server("preloaded:app", "--preload", "--timeout", "30", env=env).wait_ready()
+    sums = {server.json("/infer")["sum"] for _ in range(6)}
+    assert len(sums) == 1
+    assert "WORKER TIMEOUT" not in server.log
+
+
+def test_gunicorns_hooks_are_called_as_ever(make_server: Make, gunicorn: Path | None) -> None:
+    hooks = ["pre_fork", "post_fork", "post_worker_init", "worker_int", "worker_exit", "child_exit"]
+    config = "".join(
+        f"def {name}({'worker' if name in ('post_worker_init', 'worker_int') else 'server, worker'}):\n"
+        f"    worker.log.info('hook {name} slot %d', worker.slot)\n"
+        for name in hooks
+    )
+    server = make_server(config=config, workers=1, gunicorn=gunicorn).wait_ready(1)
+    server.signal(signal.SIGINT)
+    server.wait()
+    for name in hooks:
+        assert f"hook {name} slot 0" in server.log
