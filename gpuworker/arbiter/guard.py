@@ -7,6 +7,7 @@ it before it imports the app.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import sysconfig
@@ -40,6 +41,7 @@ class Guard:
         self._undo: list[Callable[[], None]] = []
         self._refusals: list[str] = []
         self._threads: int | None = None
+        self._run_backward = torch.autograd.graph._engine_run_backward
 
     def install(self) -> None:
         """Put the patches in place; a second call changes nothing."""
@@ -61,6 +63,9 @@ class Guard:
         for way in (torch.cuda.Stream, torch.cuda.ExternalStream, torch.cuda.CUDAGraph):
             self._patch(way, "__new__", self._refuse)
         self._patch(torch.Tensor, "pin_memory", self._refuse)
+        # The autograd engine counts the devices of every backend when it first runs, and so starts the driver.
+        self._patch(torch.autograd.graph, "_engine_run_backward", self._backward)
+        self._patch(torch.autograd, "_engine_run_backward", self._backward)
         # These two are asked in passing, the second by every step of an optimizer, and have an answer without CUDA.
         self._patch(torch._C, "_cuda_getDeviceCount", _count_devices)
         self._patch(torch.cuda.graphs, "_cuda_isCurrentStreamCapturing", lambda: False)
@@ -103,6 +108,9 @@ class Guard:
         # Applied in the workers. Here more than one thread would hang their first parallel operation.
         self._threads = count
 
+    def _backward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._refuse() if _count_devices() else self._run_backward(*args, **kwargs)
+
     def _refuse(self, *args: object, **kwargs: object) -> NoReturn:
         message = f"CUDA must not start before the fork, no worker could use it:\n  {_line_of_the_app()}\n{_REMEDY}"
         # Remembered too, since the app may catch the exception and go on, on the CPU.
@@ -117,8 +125,12 @@ def _restore_variable(name: str, value: str | None) -> None:
         os.environ[name] = value
 
 
+@functools.cache
 def _count_devices() -> int:
-    """Stands in for the CUDA runtime's count, which torch takes where it cannot use NVML itself (MIG names)."""
+    """GPUs by NVML, which the environment makes visible.
+
+    Stands in for the CUDA runtime's count, which torch takes where it cannot use NVML itself (MIG names).
+    """
     try:
         found = devices.discover("auto", os.environ).items
     except devices.DeviceError:

@@ -92,7 +92,8 @@ def test_an_availability_check_in_config_and_app(make_server: Make, tmp_path: Pa
 def test_an_availability_check_in_a_preloaded_app(make_server: Make, tmp_path: Path) -> None:
     (tmp_path / "asks.py").write_text(
         "import torch\nimport where\napp = where.app\nassert torch.cuda.is_available()\nmodel = torch.nn.Linear(4, 4)\n"
-        "optimizer = torch.optim.Adam(model.parameters())\nmodel(torch.ones(2, 4)).sum().backward()\noptimizer.step()\n"
+        "optimizer = torch.optim.Adam(model.parameters())\n"
+        "for p in model.parameters():\n    p.grad = torch.ones_like(p)\noptimizer.step()\n"
         "@app.get('/infer')\ndef infer():\n"
         "    return {'sum': model.cuda()(torch.ones(2, 4, device='cuda')).sum().item()}\n"
     )
@@ -108,6 +109,7 @@ USES = [
     "torch.zeros(1).pin_memory()",
     "torch.cuda.get_device_properties(0)",
     "torch.cuda.mem_get_info()",
+    "torch.ones(3, requires_grad=True).sum().backward()",
     # Missed before it happens, found in the driver.
     'torch.Stream("cuda")',
     "torch.zeros(1, pin_memory=True)",
@@ -133,16 +135,17 @@ def test_cuda_in_the_config_file_stops_the_start(make_server: Make) -> None:
 
 
 @pytest.mark.parametrize("form", ["index", "uuid", "short uuid"])
-def test_the_operators_token_reaches_the_worker_as_it_is(make_server: Make, tmp_path: Path, form: str) -> None:
+@pytest.mark.parametrize("where", ["environment", "raw_env"])
+def test_the_operators_token_reaches_the_worker_as_it_is(
+    make_server: Make, tmp_path: Path, form: str, where: str
+) -> None:
     uuid = GPUS[-1].uuid
     token = {"index": str(len(GPUS) - 1), "uuid": uuid, "short uuid": uuid[:12]}[form]
-    for where in ("CUDA_VISIBLE_DEVICES", "raw_env"):
-        config = f'raw_env = ["CUDA_VISIBLE_DEVICES={token}"]\n' if where == "raw_env" else ""
-        env = {} if where == "raw_env" else {where: token}
-        with gpu_server(make_server, tmp_path, workers=1, config=config, env=env) as server:
-            server.wait_ready(1)
-            assert server.json("/infer")["visible"] == token
-        server.log_path.unlink()
+    config = f'raw_env = ["CUDA_VISIBLE_DEVICES={token}"]\n' if where == "raw_env" else ""
+    env = {} if where == "raw_env" else {"CUDA_VISIBLE_DEVICES": token}
+    server = gpu_server(make_server, tmp_path, workers=1, config=config, env=env).wait_ready(1)
+    assert server.json("/infer")["visible"] == token
+    server.wait_for_log(f"Slot 0 on device 0 .*{uuid}.* ready")
 
 
 def test_a_device_that_is_not_there(make_server: Make, tmp_path: Path) -> None:
