@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 from gunicorn.arbiter import Arbiter
 from gunicorn.errors import AppImportError
 
+from gpuworker import process
 from gpuworker.arbiter.prefork import Seat
 from gpuworker.status.scoreboard import State
 
@@ -32,6 +33,8 @@ BACKOFF_FIRST, BACKOFF_LONGEST = 1.0, 30.0
 STOP_GRACE = 10.0
 #: Seconds past the deadline after which a process that holds the interpreter lock is ended, by a thread without it.
 STUCK_GRACE = 5.0
+#: Seconds after that in which the next worker of the slot comes to see it.
+STUCK_SEEN = 60.0
 
 
 class BootError(RuntimeError):
@@ -42,12 +45,14 @@ class Boot:
     """The boot of one worker.
 
     :param wanted: whether the worker is still to serve; asked while it waits.
+    :param longest_wait: seconds between two tries, at most.
     """
 
-    def __init__(self, seat: Seat, log: Any, wanted: Callable[[], bool]) -> None:
+    def __init__(self, seat: Seat, log: Any, wanted: Callable[[], bool], longest_wait: float = BACKOFF_LONGEST) -> None:
         self._seat = seat
         self._log = log
         self._wanted = wanted
+        self._longest_wait = longest_wait
         self._started = time.monotonic()
         self._over = threading.Event()
         self._watch: threading.Thread | None = None
@@ -69,19 +74,17 @@ class Boot:
         :raises BootError: if this worker must not serve, or the last one in its seat hung beyond rescue.
         """
         row = self._seat.row
-        overdue = row.deadline and time.monotonic() > row.deadline + STUCK_GRACE
+        crashed, deadline = row.state == State.LOADING, row.deadline
         row.state, row.deadline = State.LOADING, 0.0
         if self._seat.problem:
             raise BootError(self._seat.problem)
         limit = self._seat.generation.settings.load_timeout
-        if overdue:
-            raise BootError(
-                f"the last worker of slot {self._seat.slot} was still loading after {limit:g} s and had to be killed"
-            )
-        row.deadline = self._started + limit
-        faulthandler.dump_traceback_later(
-            limit + STUCK_GRACE, exit=True, file=2
-        )  # the descriptor: sys.stderr may be none
+        if deadline and 0 < time.monotonic() - deadline - STUCK_GRACE < STUCK_SEEN:
+            raise BootError(f"the last one was still loading after {limit:g} s and had to be killed")
+        if crashed:
+            self._wait_after_crash()
+        row.deadline = time.monotonic() + limit
+        faulthandler.dump_traceback_later(limit + STUCK_GRACE, exit=True, file=2)  # not sys.stderr: it may be none
         self._watch = threading.Thread(target=self._report_and_limit, args=(limit,), name="gpuworker-load", daemon=True)
         self._watch.start()
 
@@ -92,6 +95,7 @@ class Boot:
             self._watch.join()
             faulthandler.cancel_dump_traceback_later()
         self._seat.row.deadline = 0.0
+        self._seat.row.state = State.BOOTING
 
     def ready(self) -> None:
         """Note that the worker serves from now on."""
@@ -112,41 +116,66 @@ class Boot:
         :raises SystemExit: otherwise.
         """
         self.end()
+        code = self._settle(error)
+        # The app may have left a thread that Python would wait for.
+        process.end_by_force(STUCK_GRACE, code)
+        if code and not isinstance(error, BootError):
+            raise error
+        sys.exit(code)
+
+    def _settle(self, error: BaseException) -> int:
+        """Report `error` by the one rule and wait for the time of the next try.
+
+        :returns: the code to exit with.
+        """
+        slot = self._seat.slot
         if self._stops_the_server():
             if isinstance(error, BootError):
-                self._log.error("Slot %d cannot start: %s", self._seat.slot, error)
-                sys.exit(Arbiter.WORKER_BOOT_ERROR)
-            raise error
+                self._log.error("Slot %d cannot start: %s", slot, error)
+            return Arbiter.WORKER_BOOT_ERROR
         if self._wanted():
             delay = self._count_failure()
             # The first failure with its traceback, the same one again in a line.
             explained = isinstance(error, (BootError, AppImportError)) or self._seat.row.failures > 1
-            message = "Slot %d cannot start, next try in %g s: %s"
-            self._log.error(message, self._seat.slot, delay, _describe(error), exc_info=None if explained else error)
+            next_ = "the old worker serves on" if self._replaces_a_living_one() else f"next try in {delay:g} s"
+            text = str(error) if isinstance(error, (BootError, AppImportError)) else f"{type(error).__name__}: {error}"
+            self._log.error("Slot %d cannot start, %s: %s", slot, next_, text, exc_info=None if explained else error)
             self._wait(delay)
-        sys.exit(0)
+        return 0
 
     def _stops_the_server(self) -> bool:
         """Whether this worker is the one that stops a server of which no worker was ever ready, and says why.
 
-        The others wait for it, without a word, and are not wanted any more when this returns.
+        The others wait to be told to leave, without a word.
         """
         board = self._seat.board
         if board.ever_ready:
             return False
-        if not board.claim_report():
-            self._wait(STOP_GRACE)
-            if board.ever_ready or not self._wanted():
-                return False
-            # Still here: the one that was to stop the server has been killed.
-        board.mark_stopping()
-        return True
+        if board.claim_report():
+            return True
+        self._wait(STOP_GRACE)
+        # If it is still wanted, the one that was to stop the server has been killed.
+        return self._wanted() and not board.ever_ready
+
+    def _replaces_a_living_one(self) -> bool:
+        own = self._seat.row
+        older = (row for row in self._seat.board.rows() if 0 < row.generation < own.generation and row.times_ready)
+        return any(row.slot == own.slot and process.exists(row.pid) for row in older)
 
     def _count_failure(self) -> float:
+        """Seconds to wait for the next try."""
         row = self._seat.row
         row.failures += 1
         row.state = State.RETRYING
-        return float(min(BACKOFF_LONGEST, BACKOFF_FIRST * 2 ** min(row.failures - 1, 10)))
+        return float(min(self._longest_wait, BACKOFF_FIRST * 2 ** min(row.failures - 1, 10)))
+
+    def _wait_after_crash(self) -> None:
+        """Slow a slot down whose workers die while they load, by a signal or the kernel; the first time is free."""
+        if self._seat.row.failures:
+            self._log.warning("The last worker of slot %d died while it was loading", self._seat.slot)
+            self._wait(self._count_failure())
+        self._seat.row.failures += not self._seat.row.failures
+        self._seat.row.state = State.LOADING
 
     def _wait(self, seconds: float) -> None:
         until = time.monotonic() + seconds
@@ -154,24 +183,16 @@ class Boot:
             time.sleep(0.05)
 
     def _report_and_limit(self, limit: float) -> None:
-        deadline = self._started + limit
-        while not self._over.wait(min(REPORT_EVERY, max(0.0, deadline - time.monotonic()))):
-            elapsed = time.monotonic() - self._started
+        start = time.monotonic()
+        while not self._over.wait(min(REPORT_EVERY, max(0.0, start + limit - time.monotonic()))):
+            elapsed = time.monotonic() - start
             if elapsed >= limit:
-                self._overrun(limit)
+                # From this thread: the main thread hangs, and nobody knows what it holds.
+                os._exit(self._settle(self._hung(limit)))
             self._log.info("Slot %d still loading, %.0f s", self._seat.slot, elapsed)
 
-    def _overrun(self, limit: float) -> NoReturn:
-        """End the process from this thread: the main thread hangs, and nobody knows what it holds."""
-        stop = self._stops_the_server()
-        if stop or self._wanted():
-            stack = "".join(traceback.format_stack(sys._current_frames().get(threading.main_thread().ident or 0)))
-            message = "Slot %d is still loading after GPUWORKER_LOAD_TIMEOUT=%g s and is ended. It hangs here:\n%s"
-            self._log.critical(message, self._seat.slot, limit, stack)
-        if not stop:
-            self._wait(self._count_failure())
-        os._exit(Arbiter.WORKER_BOOT_ERROR if stop else 0)
-
-
-def _describe(error: BaseException) -> str:
-    return str(error) if isinstance(error, (BootError, AppImportError)) else f"{type(error).__name__}: {error}"
+    def _hung(self, limit: float) -> BootError:
+        stack = "".join(traceback.format_stack(sys._current_frames().get(threading.main_thread().ident or 0)))
+        return BootError(
+            f"still loading after GPUWORKER_LOAD_TIMEOUT={limit:g} s, it is ended. It hangs here:\n{stack}"
+        )

@@ -7,14 +7,14 @@ app costs no request.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable
 
+from gpuworker import process
 from gpuworker.status.scoreboard import Row
 
 
-def may_leave(own: Row, newest: int, rows: Iterable[Row], alive: Callable[[int], bool] | None = None) -> bool:
-    """Whether the worker of row `own`, asked to leave, is no longer needed.
+def may_leave(own: Row, newest: int, rows: Iterable[Row], alive: Callable[[int], bool] = process.exists) -> bool:
+    """Whether the worker of row `own`, once asked to leave, is no longer needed.
 
     Where `newest`, the number of the newest generation, is its own, it never was: it is a shutdown or a TTOU. Otherwise
     its successor has to have been ready; where there is none alive, any ready worker of a newer generation will do (the
@@ -25,22 +25,18 @@ def may_leave(own: Row, newest: int, rows: Iterable[Row], alive: Callable[[int],
     """
     if newest <= own.generation:
         return True
-    alive = alive or process_exists
-    newer = [row for row in rows if row.generation > own.generation]
+    newer = _newer(own, rows)
     successors = [row for row in newer if row.slot == own.slot]
     if any(row.times_ready for row in successors):
         return True
     return any(row.times_ready for row in newer) and not any(alive(row.pid) for row in successors)
 
 
-def process_exists(pid: int) -> bool:
-    """Whether there is a process `pid`; True for 0, which stands for one that is being made."""
-    if pid == 0:
-        return True
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+def reload_failed(own: Row, newest: int, rows: Iterable[Row], alive: Callable[[int], bool] = process.exists) -> bool:
+    """Whether the workers of newer generations are all gone, and none of them was ever ready."""
+    newer = _newer(own, rows)
+    return newest > own.generation and not any(row.times_ready or alive(row.pid) for row in newer)
+
+
+def _newer(own: Row, rows: Iterable[Row]) -> list[Row]:
+    return [row for row in rows if row.generation > own.generation]

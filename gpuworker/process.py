@@ -6,6 +6,7 @@ import ctypes
 import os
 import signal
 import sys
+import threading
 from typing import Any
 
 import torch
@@ -25,6 +26,26 @@ def die_with(parent: int) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent:
         sys.exit(0)
+
+
+def exists(pid: int) -> bool:
+    """Whether there is a process `pid`; True for 0, which stands for one that is being made."""
+    if pid == 0:
+        return True
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def end_by_force(seconds: float, code: int) -> None:
+    """Have this process end in `seconds`, whatever it does until then."""
+    timer = threading.Timer(seconds, os._exit, (code,))
+    timer.daemon = True
+    timer.start()
 
 
 def reseed() -> None:

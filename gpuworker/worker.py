@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import sys
-import threading
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ from gpuworker.arbiter.guard import guard
 from gpuworker.boot import Boot, BootError
 from gpuworker.context import CudaContext
 from gpuworker.cpus import granted_cpus, threads_of_worker
-from gpuworker.handover import may_leave
+from gpuworker.handover import may_leave, reload_failed
+from gpuworker.status.scoreboard import Row
 
 #: Seconds between two looks of an idle old worker at whether its successor is ready.
 HANDOVER_POLL = 0.1
@@ -32,6 +34,7 @@ class _CudaMixin(Worker):
     """
 
     _told_to_leave = False
+    _failed_reload = 0
 
     # In the arbiter, before the fork.
 
@@ -55,17 +58,25 @@ class _CudaMixin(Worker):
         self._pid = value
         if isinstance(value, int):
             self._seat.row.pid = value
+            if value == os.getpid():
+                guard.enter_worker()
 
     # In the worker.
 
     def init_process(self) -> None:
         """Boot and serve; the whole life of the worker."""
-        self._boot = Boot(self._seat, self.log, self._is_wanted)
+        # The reloader (development) ends a worker when a file has changed, but not one that waits for its next try.
+        longest_wait = {"longest_wait": 1.0} if self.cfg.reload else {}
+        self._boot = Boot(self._seat, self.log, self._is_wanted, **longest_wait)
         try:
             super().init_process()
         except (Exception, SystemExit) as error:
-            if self.booted or not self.alive:
+            if self.booted:
                 raise
+            if not self.alive:
+                # Told to leave. What the app made of the SystemExit that interrupted it does not count.
+                self._boot.end()
+                sys.exit(error.code if isinstance(error, SystemExit) else 0)
             if isinstance(error, SystemExit):
                 error = BootError(f"the app called sys.exit({error.code!r}) while it was imported")
             try:
@@ -110,31 +121,42 @@ class _CudaMixin(Worker):
 
     def handle_exit(self, sig: int, frame: Any) -> None:
         """SIGTERM: leave after this request, or, after a HUP, when the new worker of the slot is ready."""
-        self._told_to_leave = True
         if self.booted:
-            self._leave_if_not_needed()
+            # Without a reload under way it is meant for this worker.
+            self._leave_if_not_needed(reload_failed(*self._hand_over_state()))
+            self._told_to_leave = True
         elif self.alive:
             self.alive = False
             sys.exit(0)
 
-    def _leave_if_not_needed(self) -> None:
+    def _leave_if_not_needed(self, at_once: bool = False) -> None:
         if not self.alive:
             return
-        row, board = self._seat.row, self._seat.board
         if self._orphaned():
             # Nobody is left to kill this process if its request never ends.
-            limit = threading.Timer(self.cfg.graceful_timeout, os._exit, (1,))
-            limit.daemon = True
-            limit.start()
-        elif not (board.stopping or may_leave(row, board.newest_generation, board.rows())):
+            process.end_by_force(self.cfg.graceful_timeout, 1)
+        elif not (at_once or self._seat.board.stopping or may_leave(*self._hand_over_state())):
+            self._say_once_that_the_reload_failed()
             return
         super().handle_exit(signal.SIGTERM, None)
+
+    def _say_once_that_the_reload_failed(self) -> None:
+        newest = self._seat.board.newest_generation
+        if self._failed_reload != newest and reload_failed(*self._hand_over_state()):
+            self._failed_reload = newest
+            self.log.error("The reload failed, no new worker lives: slot %d serves on until the next HUP", self.slot)
+
+    def _hand_over_state(self) -> tuple[Row, int, Iterable[Row]]:
+        board = self._seat.board
+        return self._seat.row, board.newest_generation, board.rows()
 
     def _orphaned(self) -> bool:
         return self.ppid != os.getppid()
 
     def _is_wanted(self) -> bool:
-        return self.alive and not self._seat.board.stopping and not self._orphaned()
+        # A signal that a hung main thread cannot handle is still in the pipe that wakes it.
+        signalled = select.select([self.PIPE[0]], [], [], 0)[0] if self.PIPE else []
+        return self.alive and not (signalled or self._seat.board.stopping or self._orphaned())
 
 
 class CudaWorker(_CudaMixin, SyncWorker):

@@ -13,7 +13,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import gunicorn
 import torch
@@ -39,33 +39,36 @@ class Guard:
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
-        self._refusals: list[str] = []
+        self._refusal = ""
+        self._pid = 0
+        self._in_worker = False
         self._threads: int | None = None
-        self._run_backward = torch.autograd.graph._engine_run_backward
 
     def install(self) -> None:
         """Put the patches in place; a second call changes nothing."""
         if self._undo:
             return
+        self._pid = os.getpid()
         set_num_threads = torch.set_num_threads
         self._patch(torch, "set_num_threads", self._remember_threads)
         if torch.version.cuda:
             self._close_the_ways_to_cuda()
         else:
-            self._patch(torch.cuda, "_lazy_init", self._refuse)
+            self._close(torch.cuda, "_lazy_init")
         self._set_nvml_check()
         set_num_threads(1)
 
     def _close_the_ways_to_cuda(self) -> None:
         # Nearly all of torch passes through _cuda_init. What does not is refused one by one, and what is missed here
-        # shows in the driver (see problem()).
-        self._patch(torch._C, "_cuda_init", self._refuse)
+        # shows in the driver (see
+        # driver_problem()).
+        self._close(torch._C, "_cuda_init")
         for way in (torch.cuda.Stream, torch.cuda.ExternalStream, torch.cuda.CUDAGraph):
-            self._patch(way, "__new__", self._refuse)
-        self._patch(torch.Tensor, "pin_memory", self._refuse)
+            self._close(way, "__new__")
+        self._close(torch.Tensor, "pin_memory")
         # The autograd engine counts the devices of every backend when it first runs, and so starts the driver.
-        self._patch(torch.autograd.graph, "_engine_run_backward", self._backward)
-        self._patch(torch.autograd, "_engine_run_backward", self._backward)
+        for module in (torch.autograd, torch.autograd.graph):
+            self._close(module, "_engine_run_backward", harmless=lambda: not _count_devices())
         # These two are asked in passing, the second by every step of an optimizer, and have an answer without CUDA.
         self._patch(torch._C, "_cuda_getDeviceCount", _count_devices)
         self._patch(torch.cuda.graphs, "_cuda_isCurrentStreamCapturing", lambda: False)
@@ -80,10 +83,20 @@ class Guard:
         """What the app, imported in the arbiter, last gave to ``torch.set_num_threads``."""
         return self._threads
 
-    def problem(self) -> str:
+    def enter_worker(self) -> None:
+        """Note that this process is a worker, which :meth:`remove` will set free when it has its device."""
+        self._in_worker = True
+
+    def take_refusal(self) -> str:
+        """The first attempt to start CUDA since this was last asked; empty if there was none.
+
+        The app may have caught the exception and gone on, on the CPU.
+        """
+        refusal, self._refusal = self._refusal, ""
+        return refusal
+
+    def driver_problem(self) -> str:
         """Why no worker can be forked from this process any more; empty if it can."""
-        if self._refusals:
-            return self._refusals[0]
         if not driver.is_initialised():
             return ""
         loaded = [name for name in _STARTERS if name in sys.modules]
@@ -108,14 +121,28 @@ class Guard:
         # Applied in the workers. Here more than one thread would hang their first parallel operation.
         self._threads = count
 
-    def _backward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._refuse() if _count_devices() else self._run_backward(*args, **kwargs)
+    def _close(self, owner: Any, name: str, harmless: Callable[[], bool] = lambda: False) -> None:
+        """Refuse calls of a function of torch, in the arbiter, unless they are `harmless`."""
+        original = getattr(owner, name)
 
-    def _refuse(self, *args: object, **kwargs: object) -> NoReturn:
-        message = f"CUDA must not start before the fork, no worker could use it:\n  {_line_of_the_app()}\n{_REMEDY}"
-        # Remembered too, since the app may catch the exception and go on, on the CPU.
-        self._refusals.append(message)
-        raise CudaInArbiterError(message)
+        def refuse(*args: Any, **kwargs: Any) -> Any:
+            if os.getpid() != self._pid and not self._in_worker:
+                self.remove()  # some other child of the arbiter, such as gunicorn's dirty workers
+            elif not harmless():
+                raise CudaInArbiterError(self._describe_refusal())
+            return original(*args, **kwargs)
+
+        self._patch(owner, name, refuse)
+
+    def _describe_refusal(self) -> str:
+        line = _line_of_the_app()
+        if self._in_worker:
+            return (
+                f"CUDA must not start before the worker has its device:\n  {line}\nDo it in the post_worker_init hook."
+            )
+        message = f"CUDA must not start before the fork, no worker could use it:\n  {line}\n{_REMEDY}"
+        self._refusal = self._refusal or message
+        return message
 
 
 def _restore_variable(name: str, value: str | None) -> None:

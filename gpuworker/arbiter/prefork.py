@@ -70,7 +70,7 @@ class Arbiter:
             self._start_generation(worker.log)
         try:
             row = self._slots.take(worker, self._generation.number)
-            problem = self._generation.problem or guard.problem()
+            problem = self._generation.problem or guard.driver_problem()
         except Exception as error:
             problem = _unexpected(worker.log, error)
         devices = self._generation.devices
@@ -83,7 +83,7 @@ class Arbiter:
             settings = Settings.from_environ(os.environ)
             devices = discover(settings.devices, os.environ)
             _check_torch(devices)
-            self._generation = Generation(number, settings, devices)
+            self._generation = Generation(number, settings, devices, guard.take_refusal())
             _announce(log, devices)
         except (SettingError, DeviceError) as error:
             self._generation = Generation(number, problem=str(error))

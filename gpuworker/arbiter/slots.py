@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Protocol
 
-from gpuworker.status.scoreboard import Row, Scoreboard, State
+from gpuworker.status.scoreboard import Row, Scoreboard
 
 
 class _Tmp(Protocol):
@@ -53,7 +53,7 @@ class SlotTable:
         rows = list(self._board.rows())
         for row in rows:
             if (row.generation, row.slot) == (generation, slot):
-                row.pid, row.state = 0, State.BOOTING
+                row.pid = 0
                 return row
         alive = {row.generation for _, row in self._held}
         row = next((row for row in rows if row.generation not in alive), None) or self._board.new_row()

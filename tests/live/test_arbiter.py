@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.live.server import Server
+from tests.live.server import Server, is_running, wait_until
 
 Make = Callable[..., Server]
 
@@ -87,6 +87,41 @@ def test_a_preloaded_app_that_computed_does_not_hang_its_workers(make_server: Ma
     sums = {server.json("/infer")["sum"] for _ in range(6)}
     assert len(sums) == 1
     assert "WORKER TIMEOUT" not in server.log
+
+
+def test_an_attempt_in_a_reload_spoils_that_reload_only(make_server: Make) -> None:
+    use = "import torch\ntry:\n    torch.cuda.synchronize()\nexcept RuntimeError:\n    pass\n"
+    server = make_server("where:app", "--graceful-timeout", "2")
+    old = {worker.pid for worker in server.wait_for_workers(2).values()}
+    server.write_config(use)
+    server.signal(signal.SIGHUP)
+    server.wait_for_log(r"Slot \d cannot start.*CUDA must not start before the fork", 2)
+    wait_until(lambda: server.worker_pids() == old, "the new workers to leave")
+    server.write_config("")
+    server.signal(signal.SIGHUP)
+    wait_until(lambda: not any(map(is_running, old)), "the hand-over")
+    server.wait_for_workers(2)
+
+
+def test_another_child_of_the_arbiter_may_use_cuda(make_server: Make, tmp_path: Path) -> None:
+    config = (
+        "import os\nimport torch\n"
+        "def when_ready(server):\n"
+        "    if os.fork() == 0:\n"
+        "        try:\n            torch.zeros(1).cuda()\n        except Exception as error:\n"
+        f"            open({str(tmp_path / 'child')!r}, 'w').write(type(error).__name__)\n"
+        "        os._exit(0)\n"
+    )
+    make_server(config=config).wait_ready()
+    child = wait_until(lambda: (tmp_path / "child").exists() and (tmp_path / "child").read_text(), "the child")
+    assert child != "CudaInArbiterError"
+
+
+def test_cuda_in_post_fork_is_too_early(make_server: Make) -> None:
+    config = "import torch\ndef post_fork(server, worker):\n    torch.zeros(1).cuda()\n"
+    server = make_server(config=config)
+    assert server.wait() == 3
+    assert "CUDA must not start before the worker has its device" in server.log
 
 
 def test_gunicorns_hooks_are_called_as_ever(make_server: Make, gunicorn: Path | None) -> None:

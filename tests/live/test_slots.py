@@ -146,7 +146,7 @@ def test_a_slot_is_not_given_out_before_its_last_holder_is_reaped(make_server: M
     assert load.failures == []
 
 
-@pytest.mark.parametrize("step", ["slots.SlotTable.take", "prefork.discover", "prefork.guard.problem"])
+@pytest.mark.parametrize("step", ["slots.SlotTable.take", "prefork.discover", "prefork.guard.driver_problem"])
 @pytest.mark.parametrize("when", ["start", "respawn", "reload"])
 def test_a_failing_step_in_the_arbiter_never_ends_it(make_server: Make, tmp_path: Path, step: str, when: str) -> None:
     module, _, attribute = step.partition(".")

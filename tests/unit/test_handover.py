@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from gpuworker.handover import may_leave, process_exists
+from gpuworker.handover import may_leave, reload_failed
+from gpuworker.process import exists
 from gpuworker.status.scoreboard import Row
 
 ALIVE, DEAD = 1000, 2000
@@ -98,11 +99,11 @@ def no_process() -> int:
 
 @pytest.mark.parametrize("pid", [0, os.getpid(), os.getppid()], ids=["unborn", "self", "parent"])
 def test_a_process_that_exists(pid: int) -> None:
-    assert process_exists(pid)
+    assert exists(pid)
 
 
 def test_a_process_that_does_not_exist(no_process: int) -> None:
-    assert not process_exists(no_process)
+    assert not exists(no_process)
 
 
 def test_a_process_of_another_user_exists(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,4 +111,22 @@ def test_a_process_of_another_user_exists(monkeypatch: pytest.MonkeyPatch) -> No
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(os, "kill", refuse)
-    assert process_exists(1)
+    assert exists(1)
+
+
+# A reload that failed
+
+
+@pytest.mark.parametrize(
+    ("newest", "rows", "answer"),
+    [
+        pytest.param(1, [], False, id="no reload"),
+        pytest.param(2, [], True, id="nobody could be forked"),
+        pytest.param(2, [row(2, 0, 10), row(2, 1, 11)], True, id="all dead"),
+        pytest.param(2, [row(2, 0, 10), row(2, 1, 99)], False, id="one still starts"),
+        pytest.param(2, [row(2, 0, 10, times_ready=1)], False, id="one was ready"),
+        pytest.param(3, [row(2, 0, 10), row(3, 0, 99)], False, id="the last of two reloads goes on"),
+    ],
+)
+def test_reload_failed(newest: int, rows: list[Row], answer: bool) -> None:
+    assert reload_failed(OWN, newest, [OWN, *rows], lambda pid: pid == 99) is answer
