@@ -50,6 +50,7 @@ class Boot:
 
     def __init__(self, seat: Seat, log: Any, wanted: Callable[[], bool], longest_wait: float = BACKOFF_LONGEST) -> None:
         self._seat = seat
+        self._board = seat.board
         self._log = log
         self._wanted = wanted
         self._longest_wait = longest_wait
@@ -104,7 +105,7 @@ class Boot:
         row.failures = 0
         row.times_ready += 1
         row.state = State.READY
-        self._seat.board.mark_ever_ready()
+        self._board.mark_ever_ready()
         parts = ", ".join(f"{part} {seconds:.2f} s" for part, seconds in self.seconds.items())
         total = time.monotonic() - self._started
         self._log.info("Slot %d on %s ready in %.2f s: %s", self._seat.slot, self._seat.device, total, parts)
@@ -119,7 +120,8 @@ class Boot:
         code = self._settle(error)
         # The app may have left a thread that Python would wait for.
         process.end_by_force(STUCK_GRACE, code)
-        if code and not isinstance(error, BootError):
+        if code and not isinstance(error, BootError) and not self._board.explained:
+            self._board.mark_explained()
             raise error
         sys.exit(code)
 
@@ -129,16 +131,16 @@ class Boot:
         :returns: the code to exit with.
         """
         slot = self._seat.slot
+        text = str(error) if isinstance(error, (BootError, AppImportError)) else f"{type(error).__name__}: {error}"
         if self._stops_the_server():
-            if isinstance(error, BootError):
-                self._log.error("Slot %d cannot start: %s", slot, error)
+            if isinstance(error, BootError) or self._board.explained:
+                self._log.error("Slot %d cannot start: %s", slot, text)
             return Arbiter.WORKER_BOOT_ERROR
         if self._wanted():
             delay = self._count_failure()
             # The first failure with its traceback, the same one again in a line.
             explained = isinstance(error, (BootError, AppImportError)) or self._seat.row.failures > 1
             next_ = "the old worker serves on" if self._replaces_a_living_one() else f"next try in {delay:g} s"
-            text = str(error) if isinstance(error, (BootError, AppImportError)) else f"{type(error).__name__}: {error}"
             self._log.error("Slot %d cannot start, %s: %s", slot, next_, text, exc_info=None if explained else error)
             self._wait(delay)
         return 0
@@ -148,18 +150,18 @@ class Boot:
 
         The others wait to be told to leave, without a word.
         """
-        board = self._seat.board
-        if board.ever_ready:
+        if self._board.ever_ready:
             return False
-        if board.claim_report():
+        if self._board.claim_report():
             return True
         self._wait(STOP_GRACE)
-        # If it is still wanted, the one that was to stop the server has been killed.
-        return self._wanted() and not board.ever_ready
+        # If it is still wanted, the one that was to stop the server has been killed, or gunicorn (22 and 23 raise their
+        # HaltServer in a signal handler) has lost the news.
+        return self._wanted() and not self._board.ever_ready
 
     def _replaces_a_living_one(self) -> bool:
         own = self._seat.row
-        older = (row for row in self._seat.board.rows() if 0 < row.generation < own.generation and row.times_ready)
+        older = (row for row in self._board.rows() if 0 < row.generation < own.generation and row.times_ready)
         return any(row.slot == own.slot and process.exists(row.pid) for row in older)
 
     def _count_failure(self) -> float:

@@ -23,8 +23,8 @@ from gpuworker.cpus import granted_cpus, threads_of_worker
 from gpuworker.handover import may_leave, reload_failed
 from gpuworker.status.scoreboard import Row
 
-#: Seconds between two looks of an idle old worker at whether its successor is ready.
-HANDOVER_POLL = 0.1
+#: Seconds between two looks of an idle worker at whether it is old, and of an old one at whether it may leave.
+IDLE_POLL, HANDOVER_POLL = 2.0, 0.1
 
 
 class _CudaMixin(Worker):
@@ -33,7 +33,6 @@ class _CudaMixin(Worker):
     :ivar slot: the slot of this worker, for hooks such as ``pre_fork``.
     """
 
-    _told_to_leave = False
     _failed_reload = 0
 
     # In the arbiter, before the fork.
@@ -116,18 +115,21 @@ class _CudaMixin(Worker):
     def notify(self) -> None:
         """Called between requests; here an old worker also looks whether it may go."""
         super().notify()
-        if self._told_to_leave:
+        if self._is_old():
             self._leave_if_not_needed()
 
     def handle_exit(self, sig: int, frame: Any) -> None:
         """SIGTERM: leave after this request, or, after a HUP, when the new worker of the slot is ready."""
         if self.booted:
-            # Without a reload under way it is meant for this worker.
-            self._leave_if_not_needed(reload_failed(*self._hand_over_state()))
-            self._told_to_leave = True
+            # If the reload has failed, it is over, and the signal is meant for this worker.
+            self._leave_if_not_needed(at_once=reload_failed(*self._hand_over_state()))
         elif self.alive:
             self.alive = False
             sys.exit(0)
+
+    def _is_old(self) -> bool:
+        # Not just when told to leave: gunicorn tells only as many as there are too many, and spares one for a dead one.
+        return self._seat.board.newest_generation > self._seat.generation.number
 
     def _leave_if_not_needed(self, at_once: bool = False) -> None:
         if not self.alive:
@@ -173,8 +175,8 @@ class CudaWorker(_CudaMixin, SyncWorker):
             )
 
     def wait(self, timeout: float) -> Any:
-        """Wait for a connection; in an old worker not for long, since its successor gives no sign when it is ready."""
-        limit = min(timeout, HANDOVER_POLL) if self._told_to_leave else timeout
+        """Wait for a connection, but not for long: neither a reload nor a successor that is ready gives a sign."""
+        limit = min(timeout, HANDOVER_POLL if self._is_old() else IDLE_POLL)
         return super().wait(limit)  # type: ignore[arg-type]  # a float in gunicorn, too
 
 

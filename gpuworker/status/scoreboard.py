@@ -60,15 +60,17 @@ class _Header(ctypes.Structure):
         ("newest_generation", ctypes.c_uint32),
         ("ever_ready", ctypes.c_uint32),
         ("stopping", ctypes.c_uint32),
+        ("explained", ctypes.c_uint32),
     )
     used: int
     newest_generation: int
     ever_ready: int
     stopping: int
+    explained: int
 
 
 class Scoreboard:
-    """The table. `ever_ready` and `stopping` are only ever set, so it does not matter who does it first."""
+    """The table. What is said of the server as a whole is only ever set, so it does not matter who does it first."""
 
     def __init__(self) -> None:
         room = ctypes.sizeof(_Header) + CAPACITY * ctypes.sizeof(Row) + ctypes.alignment(Row)
@@ -105,6 +107,15 @@ class Scoreboard:
     def mark_stopping(self) -> None:
         """Note that the server shuts down; called in a signal handler."""
         self._header.stopping = 1
+
+    @property
+    def explained(self) -> bool:
+        """Whether the log has the traceback of why the server does not start."""
+        return bool(self._header.explained)
+
+    def mark_explained(self) -> None:
+        """Note that it will have it in a moment."""
+        self._header.explained = 1
 
     def rows(self) -> Iterator[Row]:
         """Every row in use, in no order that means anything."""

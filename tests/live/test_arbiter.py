@@ -29,11 +29,9 @@ USES = {
 
 
 @pytest.mark.parametrize("use", USES)
-def test_a_preloaded_app_that_starts_cuda_stops_the_start(
-    make_server: Make, tmp_path: Path, gunicorn: Path | None, use: str
-) -> None:
+def test_a_preloaded_app_that_starts_cuda_stops_the_start(make_server: Make, tmp_path: Path, use: str) -> None:
     (tmp_path / "early.py").write_text(f"import torch\nfrom where import app\n{USES[use]}\n")
-    server = make_server("early:app", "--preload", gunicorn=gunicorn)
+    server = make_server("early:app", "--preload")
     assert server.wait() == 1
     assert server.log.count("CUDA must not start before the fork") == 1
     assert str(tmp_path / "early.py") in server.log, "the file of the app"

@@ -31,7 +31,8 @@ def test_slots_survive_crashes_and_reloads(make_server: Make, gunicorn: Path | N
             started += 2
             server.wait_ready(started)
             wait_until(lambda old=old: not any(map(is_running, old)), "the old workers to leave")
-        assert load.failures == []
+        # Before 25 gthread drops, when it leaves, the connections it has accepted and not yet read.
+        assert load.failures == [] or (gunicorn and gunicorn.name < "25")
     assert set(re.findall(r"Slot (\d+) on device \1 .* ready", server.log)) == {"0", "1"}
 
 
