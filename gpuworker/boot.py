@@ -106,9 +106,9 @@ class Boot:
         row.times_ready += 1
         row.state = State.READY
         self._board.mark_ever_ready()
-        parts = ", ".join(f"{part} {seconds:.2f} s" for part, seconds in self.seconds.items())
+        parts = ", ".join(f"{part} {seconds:.3f} s" for part, seconds in self.seconds.items())
         total = time.monotonic() - self._started
-        self._log.info("Slot %d on %s ready in %.2f s: %s", self._seat.slot, self._seat.device, total, parts)
+        self._log.info("Slot %d on %s ready in %.3f s: %s", self._seat.slot, self._seat.device, total, parts)
 
     def fail(self, error: BaseException) -> NoReturn:
         """End this worker by the one rule.

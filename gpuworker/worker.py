@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import signal
 import sys
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -22,6 +24,8 @@ from gpuworker.context import CudaContext
 from gpuworker.cpus import granted_cpus, threads_of_worker
 from gpuworker.handover import may_leave, reload_failed
 from gpuworker.status.scoreboard import Row
+from gpuworker.weights import share
+from gpuworker.weights.store import StoreError
 
 #: Seconds between two looks of an idle worker at whether it is old, and of an old one at whether it may leave.
 IDLE_POLL, HANDOVER_POLL = 2.0, 0.1
@@ -34,6 +38,7 @@ class _CudaMixin(Worker):
     """
 
     _failed_reload = 0
+    _next_sweep = 0.0
 
     # In the arbiter, before the fork.
 
@@ -98,8 +103,10 @@ class _CudaMixin(Worker):
         self._set_threads()
         context = CudaContext(self._seat.device, self._boot.timed)
         context.start_at_first_use()
+        share.enter_worker(self._seat, self.log, self._boot.timed, reloading=bool(self.cfg.reload))
         with self._boot.timed("app"):
             super().load_wsgi()
+            share.bind_proxies()
         context.start()
 
     def _set_threads(self) -> None:
@@ -117,6 +124,17 @@ class _CudaMixin(Worker):
         super().notify()
         if self._is_old():
             self._leave_if_not_needed()
+        elif time.monotonic() > self._next_sweep:
+            self._sweep()
+
+    def _sweep(self) -> None:
+        """Drop the weights of generations that are gone; again in a while if one of them still lives."""
+        try:
+            look_again = share.drop_unused()
+        except StoreError as error:
+            self.log.error("Slot %d cannot drop the weights of the last generation: %s", self.slot, error)
+            look_again = True
+        self._next_sweep = time.monotonic() + IDLE_POLL if look_again else math.inf
 
     def handle_exit(self, sig: int, frame: Any) -> None:
         """SIGTERM: leave after this request, or, after a HUP, when the new worker of the slot is ready."""

@@ -83,6 +83,11 @@ class Guard:
         """What the app, imported in the arbiter, last gave to ``torch.set_num_threads``."""
         return self._threads
 
+    @property
+    def in_arbiter(self) -> bool:
+        """Whether this process is gunicorn's arbiter."""
+        return self._pid == os.getpid()
+
     def enter_worker(self) -> None:
         """Note that this process is a worker, which :meth:`remove` will set free when it has its device."""
         self._in_worker = True

@@ -20,6 +20,8 @@ from gpuworker.arbiter.guard import guard
 from gpuworker.arbiter.slots import SlotTable
 from gpuworker.settings import SettingError, Settings
 from gpuworker.status.scoreboard import Row, Scoreboard
+from gpuworker.weights.locks import Locks
+from gpuworker.weights.store import Store
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Generation:
 class Seat:
     """What the arbiter hands to one worker.
 
-    :param device: None only where there is a problem.
+    :param device: None only where there is a problem; so are `store`, of the device's shared objects, and `locks`.
     :param problem: why the worker must not serve; empty if it may.
     """
 
@@ -49,6 +51,8 @@ class Seat:
     board: Scoreboard
     generation: Generation
     device: Device | None = None
+    store: Store | None = None
+    locks: Locks | None = None
     problem: str = ""
 
 
@@ -58,24 +62,34 @@ class Arbiter:
     def __init__(self) -> None:
         self._board = Scoreboard()
         self._slots = SlotTable(self._board)
+        self._locks = Locks()
+        self._stores: dict[tuple[str, int], Store] = {}
         self._cfg: object = None
         self._generation = Generation(0)
         _mark_stop_signals(self._board)
 
     def seat(self, worker: Any) -> Seat:
         """A seat for `worker`, whatever happens."""
-        row, problem = Row(), ""
+        row, problem, device, store = Row(), "", None, None
         if worker.cfg is not self._cfg:
             self._cfg = worker.cfg
             self._start_generation(worker.log)
         try:
             row = self._slots.take(worker, self._generation.number)
             problem = self._generation.problem or guard.driver_problem()
+            if self._generation.devices:
+                device = self._generation.devices.of_slot(row.slot)
+                store = self._store_of(device)
         except Exception as error:
             problem = _unexpected(worker.log, error)
-        devices = self._generation.devices
-        device = devices.of_slot(row.slot) if devices else None
-        return Seat(row.slot, row, self._board, self._generation, device, problem)
+        return Seat(row.slot, row, self._board, self._generation, device, store, self._locks, problem)
+
+    def _store_of(self, device: Device) -> Store:
+        # One for each device, and the same for all generations: weights may outlive a HUP.
+        key = (device.uuid or device.token, device.index if device.is_cpu else 0)
+        if key not in self._stores:
+            self._stores[key] = Store()
+        return self._stores[key]
 
     def _start_generation(self, log: Any) -> None:
         number = self._generation.number + 1

@@ -13,6 +13,8 @@ import mmap
 import os
 from collections.abc import Iterator
 
+from gpuworker import process
+
 #: Rows that fit. A row is a slot of a generation, and rows of generations without a live worker are used again.
 CAPACITY = 4096
 
@@ -120,6 +122,11 @@ class Scoreboard:
     def rows(self) -> Iterator[Row]:
         """Every row in use, in no order that means anything."""
         return (self._rows[index] for index in range(self._header.used))
+
+    def living_generations(self) -> set[int]:
+        """The generations that a living worker belongs to or a new one would."""
+        living = {row.generation for row in self.rows() if process.exists(row.pid)}
+        return living | {self.newest_generation}
 
     def new_row(self) -> Row:
         """A row not in use so far (arbiter only).

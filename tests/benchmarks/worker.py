@@ -115,17 +115,22 @@ def used_mib() -> float:
     return sum(map(float, subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()))
 
 
+def describe_run(benchmark: str, arguments: list[str]) -> str:
+    """The machine, the versions and the command."""
+    gpus = ", ".join(gpu.name for gpu in nvml_gpus()) or "no GPU"
+    return (
+        f"{gpus}; {os.cpu_count()} CPUs; Python {platform.python_version()}, torch {torch.__version__}, gunicorn "
+        f"{gunicorn.__version__}; python -m tests.benchmarks.{benchmark} {' '.join(arguments)}"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=4)
     arguments = parser.parse_args()
-    gpus = ", ".join(gpu.name for gpu in nvml_gpus()) or "no GPU"
-    print(
-        f"{gpus}; {os.cpu_count()} CPUs; Python {platform.python_version()}, torch {torch.__version__}, "
-        f"gunicorn {gunicorn.__version__}; python -m tests.benchmarks.worker {' '.join(sys.argv[1:])}"
-    )
+    print(describe_run("worker", sys.argv[1:]))
     readiness()
     compare(arguments.workers, arguments.seconds, arguments.rounds)
 

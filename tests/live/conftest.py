@@ -28,7 +28,8 @@ def nothing_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
     assert set(os.listdir("/proc/self/fd")) <= before
-    assert not list(tmp_path.glob("tmp/*"))
+    # torch makes an empty directory for its compiler when an optimizer is imported.
+    assert not [path for path in tmp_path.glob("tmp/*") if not path.name.startswith("torchinductor_")]
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ PNG_WANTED = f"Send a grey PNG of {SIZE}x{SIZE} pixels, 8 bits each, from 0 (pap
 
 app = Flask(__name__)
 app.config["MAX_CONTENT_LENGTH"] = LARGEST_BODY
-model = load().to(gpuworker.device())
+model = gpuworker.share(load)
 
 
 @app.post("/predict")
