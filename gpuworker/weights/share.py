@@ -3,76 +3,37 @@
 from __future__ import annotations
 
 import functools
-import hashlib
-import inspect
-import json
 import os
-import pickle
 import sys
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar, overload
 
-import torch
 from werkzeug.local import LocalProxy
 
 from gpuworker import placement
 from gpuworker.arbiter.guard import guard
 from gpuworker.arbiter.prefork import Seat
-from gpuworker.cpus import granted_cpus
-from gpuworker.weights import staging
-from gpuworker.weights.arena import Arena, Layout, lay_out, slices
+from gpuworker.weights.arena import Arena
+from gpuworker.weights.content import attach, load
 from gpuworker.weights.cpu import CpuArena
 from gpuworker.weights.cuda import CudaArena
+from gpuworker.weights.keys import Session, ShareError, Spec, key_of, source_of
 from gpuworker.weights.locks import Lock, Locks
-from gpuworker.weights.packing import Packed, Source, pack, unpack
-from gpuworker.weights.store import Entry, Store
+from gpuworker.weights.packing import pack, unpack
 
 T = TypeVar("T")
-
-
-class ShareError(RuntimeError):
-    """An object cannot be shared as asked. The message says why and what to do."""
-
-
-@dataclass(frozen=True)
-class _Session:
-    """What a worker needs to share objects."""
-
-    seat: Seat
-    store: Store
-    locks: Locks
-    arena: Arena
-    log: Any
-    timed: Callable[[str], AbstractContextManager[None]]
-    reloading: bool
-
-
-@dataclass(frozen=True)
-class _Spec:
-    """One call of :func:`share`."""
-
-    loader: Callable[[], Any]
-    name: str
-    files: tuple[str, ...]
-    version: Any
-    mutable: bool
-    private: tuple[str, ...]
-    warmup: Callable[[Any], object] | None
 
 
 class _Registry:
     """The shared objects of this process."""
 
     def __init__(self) -> None:
-        self.session: _Session | None = None
+        self.session: Session | None = None
         self.objects: dict[str, Any] = {}
         self.loaders: dict[str, str] = {}
-        self.waiting: list[_Spec] = []
+        self.waiting: list[Spec] = []
         self.labels: dict[int, str] = {}
         self.locks: Locks | None = None
 
@@ -147,7 +108,7 @@ def share(
             share, name=name, files=files, version=version, mutable=mutable, private=private, warmup=warmup
         )
     paths = tuple(os.fspath(path) for path in files)
-    spec = _Spec(loader, name or _name_of(loader), paths, version, mutable, tuple(private), warmup)
+    spec = Spec(loader, name or _name_of(loader), paths, version, mutable, tuple(private), warmup)
     _refuse_second_loader(spec)
     if _registry.session:
         return _obtain(_registry.session, spec)
@@ -188,7 +149,17 @@ def enter_worker(
     assert seat.store, "so has one without a store"
     assert seat.locks
     arena: Arena = CpuArena() if seat.device.is_cpu else CudaArena()
-    _registry.session = _Session(seat, seat.store, seat.locks, arena, log, timed, reloading)
+    _registry.session = Session(
+        device=seat.device,
+        generation=seat.generation.number,
+        living_generations=seat.board.living_generations,
+        store=seat.store,
+        locks=seat.locks,
+        arena=arena,
+        log=log,
+        timed=timed,
+        reloading=reloading,
+    )
 
 
 def bind_proxies() -> None:
@@ -202,18 +173,17 @@ def bind_proxies() -> None:
 def drop_unused() -> bool:
     """Drop the weights that no living generation uses, in a worker.
 
-    :returns: whether some are left of a generation that is not the newest: a reason to look again.
+    :returns: whether some are left of an older generation than this worker's: a reason to look again.
     :raises StoreError: see :meth:`gpuworker.weights.store.Store.update`.
     """
     session = _registry.session
     assert session
-    board = session.seat.board
-    alive = board.living_generations()
+    alive = session.living_generations()
     entries = session.store.entries()
     if any(entry.generation not in alive for entry in entries):
-        with _store_lock(session):
+        with session.store_lock():
             session.store.update(lambda entry: entry if entry.generation in alive else None)
-    return any(entry.generation in alive and entry.generation < board.newest_generation for entry in entries)
+    return any(entry.generation in alive and entry.generation < session.generation for entry in entries)
 
 
 def _name_of(loader: Callable[[], Any]) -> str:
@@ -223,13 +193,13 @@ def _name_of(loader: Callable[[], Any]) -> str:
     return f"{loader.__module__}.{name}"
 
 
-def _refuse_second_loader(spec: _Spec) -> None:
-    source = _source_of(spec.loader)
+def _refuse_second_loader(spec: Spec) -> None:
+    source = source_of(spec.loader)
     if _registry.loaders.setdefault(spec.name, source) != source:
         raise ShareError(f"two different loaders share the name {spec.name!r}: give one of them another name=.")
 
 
-def _proxy(spec: _Spec) -> Any:
+def _proxy(spec: Spec) -> Any:
     """Stands for an object that must not exist yet, while the arbiter imports the app."""
     _registry.waiting.append(spec)
 
@@ -246,7 +216,7 @@ def _proxy(spec: _Spec) -> Any:
     return LocalProxy(bound)
 
 
-def _on_device(spec: _Spec, loaded: Any) -> Any:
+def _on_device(spec: Spec, loaded: Any) -> Any:
     """Outside a worker: the object where it would be in one."""
     device = placement.device()
     if device.type == "cpu":
@@ -255,244 +225,30 @@ def _on_device(spec: _Spec, loaded: Any) -> Any:
     return unpack(packed.pickle, [s.storage if s.on_cpu else s.storage.to(device=device) for s in packed.sources])
 
 
-def _remember(spec: _Spec, shared: Any) -> Any:
+def _remember(spec: Spec, shared: Any) -> Any:
     _registry.objects[spec.name] = shared
     _registry.labels[id(shared)] = f"object:{spec.name}"
     return shared
 
 
-def _warm(spec: _Spec, shared: Any) -> Any:
+def _warm(spec: Spec, shared: Any) -> Any:
     if spec.warmup:
         spec.warmup(shared)
     return shared
 
 
-def _obtain(session: _Session, spec: _Spec) -> Any:
+def _obtain(session: Session, spec: Spec) -> Any:
     if spec.name in _registry.objects:
         return _registry.objects[spec.name]
     with session.timed("weights"):
-        key = _key_of(session, spec)
-        shared = _attach(session, spec, key)
+        key = key_of(session, spec)
+        shared = attach(session, spec, key)
         if shared is None:
-            with session.locks.lock(f"load:{session.seat.device}:{spec.name}"):
-                shared = _attach(session, spec, key)
+            with session.locks.lock(f"load:{session.device}:{spec.name}"):
+                shared = attach(session, spec, key)
                 if shared is None:
-                    _load(session, spec, key)
+                    load(session, spec, key)
                     session.arena.trim()
-                    shared = _attach(session, spec, key)
+                    shared = attach(session, spec, key)
                     assert shared is not None
         return _warm(spec, _remember(spec, shared))
-
-
-@dataclass(frozen=True)
-class _Key:
-    """What must be equal for two calls to mean the same object.
-
-    Within a generation the `identity` will do, so that a file that changes under a running server does not give workers
-    that replace crashed ones other weights than their siblings. From one generation to the next, and from one
-    process to the next under ``--reload``, an object is kept if its `stamp`, of files and version, stays the same.
-    """
-
-    identity: str
-    stamp: str
-    lasting: bool
-
-    @property
-    def text(self) -> str:
-        return self.identity + self.stamp
-
-    def fits(self, entry: Entry, generation: int | None) -> bool:
-        same_object = entry.key.startswith(self.identity)
-        return same_object and (entry.generation == generation or (self.lasting and entry.key == self.text))
-
-
-def _key_of(session: _Session, spec: _Spec) -> _Key:
-    version = spec.version() if callable(spec.version) else spec.version
-    identity = _digest(spec.name, _source_of(spec.loader), spec.mutable, spec.private, torch.__version__)
-    # Objects without a stamp of their own must still differ from each other in the store.
-    own = session.seat.generation.number, os.getpid() if session.reloading else 0
-    lasting = bool(spec.files) or version is not None
-    stamp = _digest([_stamp(path) for path in spec.files], repr(version)) if lasting else _digest(own)
-    return _Key(identity, stamp, lasting)
-
-
-def _digest(*parts: object) -> str:
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
-
-
-def _source_of(loader: Callable[[], Any]) -> str:
-    try:
-        return inspect.getsource(loader)
-    except (OSError, TypeError):
-        code = getattr(loader, "__code__", None)
-        return code.co_code.hex() if code else repr(type(loader))
-
-
-def _stamp(path: str) -> tuple[str, int, int, int]:
-    real = os.path.realpath(path)
-    try:
-        status = os.stat(real)
-    except OSError as error:
-        raise ShareError(f"share(files=…): {path!r} cannot be read: {error.strerror}.") from error
-    return real, status.st_ino, status.st_size, status.st_mtime_ns
-
-
-# Loading. Two arenas at most: one on the device, one for what stays on the CPU beside it.
-
-
-@dataclass(frozen=True)
-class _Content:
-    """What the index memfd of an object holds."""
-
-    pickle: bytes
-    on_cpu: tuple[bool, ...]
-    layouts: tuple[Layout, Layout]
-    classes: tuple[tuple[str, int, int, int], ...]
-
-
-def _load(session: _Session, spec: _Spec, key: _Key) -> None:
-    start = time.monotonic()
-    loaded = spec.loader()
-    if isinstance(loaded, torch.nn.Module) and loaded.training:
-        session.log.warning("%s is in training mode: its dropout and batch norms change what it answers", spec.name)
-    packed = pack(loaded, private=spec.private)
-    loaded_at = time.monotonic()
-    classes = _class_files(loaded)
-    fds: list[int] = []
-    try:
-        content = _fill(session, spec, packed, classes, fds)
-        entry = Entry(
-            spec.name, key.text, session.seat.generation.number, tuple(layout.nbytes for layout in content.layouts)
-        )
-        alive = session.seat.board.living_generations()
-        with _store_lock(session):
-            # Under one name only the newest object is of use to workers to come.
-            session.store.update(lambda old: old if old.generation in alive and old.name != spec.name else None)
-            session.store.publish(entry, fds)
-    finally:
-        for fd in fds:
-            os.close(fd)
-    gib = sum(layout.nbytes for layout in content.layouts) / 2**30
-    took, copied = time.monotonic() - start, time.monotonic() - loaded_at
-    message = "Loaded %s on %s: %.2f GiB in %.2f s, of which copying took %.2f s (%.1f GiB/s)"
-    session.log.info(message, spec.name, session.seat.device, gib, took, copied, gib / copied)
-
-
-def _fill(
-    session: _Session, spec: _Spec, packed: Packed, classes: tuple[tuple[str, int, int, int], ...], fds: list[int]
-) -> _Content:
-    """Make the arenas of `packed` and the index, whose descriptors go to `fds`: index, device, CPU."""
-    cpu_device = isinstance(session.arena, CpuArena)
-    on_cpu = tuple(source.on_cpu and not cpu_device for source in packed.sources)
-    groups = [[s for s, cpu in zip(packed.sources, on_cpu, strict=True) if cpu is group] for group in (False, True)]
-    layouts = tuple(lay_out([s.storage.nbytes() for s in g], [s.private for s in g]) for g in groups)
-    content = _Content(packed.pickle, on_cpu, (layouts[0], layouts[1]), classes)
-    fds.append(_sealed_file(pickle.dumps(content)))
-    for arena, layout, group in zip((session.arena, CpuArena()), layouts, groups, strict=True):
-        if layout.nbytes:
-            fd, memory = arena.create(layout.nbytes)
-            fds.append(fd)
-            _copy(session, spec, group, layout, memory)
-            arena.finish(fd, mutable=spec.mutable)
-    return content
-
-
-def _copy(session: _Session, spec: _Spec, sources: list[Source], layout: Layout, memory: torch.UntypedStorage) -> None:
-    def report(done: int, seconds: float) -> None:
-        rate = done / seconds / 2**30
-        message = "Loading %s on %s: %.1f of %.1f GiB, %.1f GiB/s"
-        session.log.info(message, spec.name, session.seat.device, done / 2**30, layout.nbytes / 2**30, rate)
-
-    places = (memory[offset : offset + size] for offset, size in layout.places)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(granted_cpus())  # the other workers wait for this one
-    try:
-        staging.copy(zip((source.storage for source in sources), places, strict=True), report)
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _sealed_file(data: bytes) -> int:
-    arena = CpuArena()
-    fd, memory = arena.create(len(data))
-    memory.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8).untyped_storage(), False)
-    arena.finish(fd, mutable=False)
-    return fd
-
-
-def _class_files(loaded: Any) -> tuple[tuple[str, int, int, int], ...]:
-    """Stamps of the source files of the classes of a module's parts: changed code must not meet old objects."""
-    if not isinstance(loaded, torch.nn.Module):
-        return ()
-    modules = {type(module).__module__ for module in loaded.modules()}
-    files = {getattr(sys.modules.get(name), "__file__", None) for name in modules}
-    return tuple(sorted(_stamp(file) for file in files if file and Path(file).exists()))
-
-
-# Attaching
-
-
-def _attach(session: _Session, spec: _Spec, key: _Key) -> Any:
-    """The object from the store; None if it is not there."""
-    generation = None if session.reloading else session.seat.generation.number
-    found = None
-    for entry in session.store.entries():
-        if key.fits(entry, generation):
-            found = session.store.find(entry.key)
-    if found is None:
-        return None
-    entry, fds = found
-    try:
-        content = pickle.loads(Path(f"/proc/self/fd/{fds[0]}").read_bytes())
-        if any(_changed(stamp) for stamp in content.classes):
-            return None
-        storages = _storages(session, spec, content, fds[1:])
-    finally:
-        for fd in fds:
-            os.close(fd)
-    if entry.generation < session.seat.generation.number:
-        _keep_for_this_generation(session, entry.key)
-    return unpack(content.pickle, storages)
-
-
-def _changed(stamp: tuple[str, int, int, int]) -> bool:
-    try:
-        return _stamp(stamp[0]) != tuple(stamp)
-    except ShareError:
-        return True
-
-
-def _storages(session: _Session, spec: _Spec, content: _Content, fds: list[int]) -> list[torch.UntypedStorage]:
-    mapped: list[list[torch.UntypedStorage]] = []
-    remaining = iter(fds)
-    for arena, layout in zip((session.arena, CpuArena()), content.layouts, strict=True):
-        if layout.nbytes:
-            memory = arena.attach(next(remaining), layout.nbytes, mutable=spec.mutable)
-            # On the CPU a private mapping is a copy already, made page by page when it is written to.
-            mapped.append(slices(layout, memory, copy_private=not (spec.mutable or isinstance(arena, CpuArena))))
-        else:
-            mapped.append([_nothing(arena) for _ in layout.places])
-    device, cpu = map(iter, mapped)
-    return [next(cpu if on_cpu else device) for on_cpu in content.on_cpu]
-
-
-def _nothing(arena: Arena) -> torch.UntypedStorage:
-    device = "cpu" if isinstance(arena, CpuArena) else "cuda"
-    return torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()
-
-
-def _keep_for_this_generation(session: _Session, key: str) -> None:
-    own = session.seat.generation.number
-
-    def newer(entry: Entry) -> Entry:
-        if entry.key != key or entry.generation >= own:
-            return entry
-        return Entry(entry.name, entry.key, own, entry.sizes)
-
-    with _store_lock(session):
-        session.store.update(newer)
-
-
-def _store_lock(session: _Session) -> Lock:
-    device = session.seat.device
-    return session.locks.lock(f"store:{device and device.index}")

@@ -16,6 +16,8 @@ import torch
 BUFFER = 64 << 20
 #: Seconds between two reports of a copy that takes longer than that.
 REPORT_EVERY = 5.0
+#: Seconds a copy must have taken to be reported at its end.
+WORTH_REPORTING = 0.1
 
 #: One copy: from, to.
 Pair = tuple[torch.UntypedStorage, torch.UntypedStorage]
@@ -24,7 +26,8 @@ Pair = tuple[torch.UntypedStorage, torch.UntypedStorage]
 def copy(pairs: Iterable[Pair], report: Callable[[int, float], None]) -> None:
     """Copy each storage to its partner of the same size.
 
-    :param report: called every few seconds with the bytes done and the seconds since the start.
+    :param report: called with the bytes done and the seconds since the start every few seconds, and at the end of a
+        copy that took long enough to tell its rate.
     """
     start = reported = time.monotonic()
     done = 0
@@ -37,6 +40,8 @@ def copy(pairs: Iterable[Pair], report: Callable[[int, float], None]) -> None:
                 reported = time.monotonic()
                 report(done, reported - start)
     stage.wait()
+    if time.monotonic() - start > WORTH_REPORTING:
+        report(done, time.monotonic() - start)
 
 
 def _parts(source: torch.UntypedStorage, target: torch.UntypedStorage) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -46,9 +46,9 @@ def measure(form: str, gib: float, workers: int = 2) -> None:
         os.kill(max(server.worker_pids()), signal.SIGKILL)
         server.wait_ready(workers + 1)
         times = re.findall(READY, server.log)
-        rate = re.findall(r"copying took ([\d.]+) s \(([\d.]+) GiB/s\)", server.log)
+        rate = re.findall(r"of [\d.]+ GiB, ([\d.]+) GiB/s", server.log)
     first, again = times[0], times[-1]
-    copied = f"{rate[0][1]} GiB/s" if rate else "-"
+    copied = f"{rate[-1]} GiB/s" if rate else "-"
     print(
         f"{form:7} {gib:5.0f} GiB  first ready {first[0]:>7} s   copy {copied:>11}   replacement ready {again[0]:>7} s "
         f"(context {again[1]}, app {again[2]}, weights {again[3]})   {workers} workers hold {memory:8.0f} MiB",
