@@ -28,8 +28,10 @@ $(VENV)/examples $(VENV)/test: $(VENV)/%: setup.cfg | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --editable '.[$*]'
 	touch $@
 
+# Debian's python3 has no ensurepip unless python3-venv is installed; its pip can install another into the environment.
 $(BIN)/python:
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv $(VENV) || \
+	{ $(PYTHON) -m venv --clear --without-pip $(VENV) && $(PYTHON) -m pip --python $@ install --quiet pip; }
 
 $(VENV)/gunicorns/%: | $(VENV)/test
 	$(BIN)/python -m pip install --quiet --no-deps --target $@.part gunicorn==$*
