@@ -55,6 +55,7 @@ class Boot:
         self._wanted = wanted
         self._longest_wait = longest_wait
         self._started = time.monotonic()
+        self._clock = self._started
         self._over = threading.Event()
         self._watch: threading.Thread | None = None
         self.seconds = {"context": 0.0, "app": 0.0, "weights": 0.0}
@@ -84,10 +85,18 @@ class Boot:
             raise BootError(f"the last one was still loading after {limit:g} s and had to be killed")
         if crashed:
             self._wait_after_crash()
-        row.deadline = time.monotonic() + limit
-        faulthandler.dump_traceback_later(limit + STUCK_GRACE, exit=True, file=2)  # not sys.stderr: it may be none
         self._watch = threading.Thread(target=self._report_and_limit, args=(limit,), name="gpuworker-load", daemon=True)
+        self.restart_clock()
         self._watch.start()
+
+    def restart_clock(self) -> None:
+        """Let the deadline be as far away as at the begin; for a worker that has waited for another to load."""
+        if self._over.is_set():
+            return
+        limit = self._seat.generation.settings.load_timeout
+        self._clock = time.monotonic()
+        self._seat.row.deadline = self._clock + limit
+        faulthandler.dump_traceback_later(limit + STUCK_GRACE, exit=True, file=2)  # not sys.stderr: it may be none
 
     def end(self) -> None:
         """Stop the clock."""
@@ -125,8 +134,8 @@ class Boot:
             raise error
         sys.exit(code)
 
-    def _settle(self, error: BaseException) -> int:
-        """Report `error` by the one rule and wait for the time of the next try.
+    def _settle(self, error: BaseException, *, wait: bool = True) -> int:
+        """Report `error` by the one rule and `wait` for the time of the next try.
 
         :returns: the code to exit with.
         """
@@ -137,7 +146,7 @@ class Boot:
                 self._log.error("Slot %d cannot start: %s", slot, text)
             return Arbiter.WORKER_BOOT_ERROR
         if self._wanted():
-            delay = self._count_failure()
+            delay = self._count_failure() if wait else 0.0
             # The first failure with its traceback, the same one again in a line.
             explained = isinstance(error, (BootError, AppImportError)) or self._seat.row.failures > 1
             next_ = "the old worker serves on" if self._replaces_a_living_one() else f"next try in {delay:g} s"
@@ -185,13 +194,12 @@ class Boot:
             time.sleep(0.05)
 
     def _report_and_limit(self, limit: float) -> None:
-        start = time.monotonic()
-        while not self._over.wait(min(REPORT_EVERY, max(0.0, start + limit - time.monotonic()))):
-            elapsed = time.monotonic() - start
-            if elapsed >= limit:
-                # From this thread: the main thread hangs, and nobody knows what it holds.
-                os._exit(self._settle(self._hung(limit)))
-            self._log.info("Slot %d still loading, %.0f s", self._seat.slot, elapsed)
+        while not self._over.wait(min(REPORT_EVERY, max(0.0, self._clock + limit - time.monotonic()))):
+            if time.monotonic() - self._clock >= limit:
+                # From this thread: the main thread hangs, and nobody knows what it holds. Without a wait, since it may
+                # hold what another worker needs to load; the deadline is wait enough.
+                os._exit(self._settle(self._hung(limit), wait=False))
+            self._log.info("Slot %d still loading, %.0f s", self._seat.slot, time.monotonic() - self._started)
 
     def _hung(self, limit: float) -> BootError:
         stack = "".join(traceback.format_stack(sys._current_frames().get(threading.main_thread().ident or 0)))

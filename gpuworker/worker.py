@@ -103,7 +103,7 @@ class _CudaMixin(Worker):
         self._set_threads()
         context = CudaContext(self._seat.device, self._boot.timed)
         context.start_at_first_use()
-        share.enter_worker(self._seat, self.log, self._boot.timed, reloading=bool(self.cfg.reload))
+        share.enter_worker(self._seat, self.log, self._boot, reloading=bool(self.cfg.reload))
         with self._boot.timed("app"):
             super().load_wsgi()
             share.bind_proxies()

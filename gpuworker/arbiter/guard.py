@@ -140,7 +140,7 @@ class Guard:
         self._patch(owner, name, refuse)
 
     def _describe_refusal(self) -> str:
-        line = _line_of_the_app()
+        line = line_of_the_app()
         if self._in_worker:
             return (
                 f"CUDA must not start before the worker has its device:\n  {line}\nDo it in the post_worker_init hook."
@@ -170,7 +170,7 @@ def _count_devices() -> int:
     return sum(not device.is_cpu for device in found)
 
 
-def _line_of_the_app() -> str:
+def line_of_the_app() -> str:
     """The innermost line on the stack that is the app's own, else the innermost outside torch and this package."""
     ours = tuple(os.path.dirname(str(path)) for path in (driver.__file__, torch.__file__, gunicorn.__file__))
     libraries = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib", "scripts"))

@@ -6,8 +6,8 @@ import hashlib
 import inspect
 import json
 import os
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ class Session:
 
     :param living_generations: those that workers live of, or would be started of.
     :param timed: counts a part of the boot.
+    :param restart_clock: restarts the clock of the load's deadline.
     :param reloading: under ``--reload`` every worker runs newer code than the last one.
     """
 
@@ -40,7 +41,20 @@ class Session:
     arena: Arena
     log: Any
     timed: Callable[[str], AbstractContextManager[None]]
+    restart_clock: Callable[[], None]
     reloading: bool
+
+    @contextmanager
+    def load_lock(self, name: str) -> Iterator[None]:
+        """Held by the worker that loads object `name`. To wait for it is not to load: each has the whole deadline."""
+        lock = self.locks.lock(f"load:{self.device}:{name}")
+        while not lock.acquire(timeout=1.0):
+            self.restart_clock()
+        try:
+            self.restart_clock()
+            yield
+        finally:
+            lock.release()
 
     def store_lock(self) -> Lock:
         """Held by whoever changes the store."""
@@ -71,7 +85,6 @@ class Key:
 
     identity: str
     stamp: str
-    lasting: bool
 
     @property
     def text(self) -> str:
@@ -81,7 +94,7 @@ class Key:
     def fits(self, entry: Entry, generation: int | None) -> bool:
         """Whether a worker of `generation` (None: one that keeps only what lasts) may attach to `entry`."""
         same_object = entry.key.startswith(self.identity)
-        return same_object and (entry.generation == generation or (self.lasting and entry.key == self.text))
+        return same_object and (entry.generation == generation or entry.key == self.text)
 
 
 def key_of(session: Session, spec: Spec) -> Key:
@@ -95,7 +108,7 @@ def key_of(session: Session, spec: Spec) -> Key:
     own = session.generation, os.getpid() if session.reloading else 0
     lasting = bool(spec.files) or version is not None
     stamp = _digest([stamp_of(path) for path in spec.files], repr(version)) if lasting else _digest(own)
-    return Key(identity, stamp, lasting)
+    return Key(identity, stamp)
 
 
 def _digest(*parts: object) -> str:

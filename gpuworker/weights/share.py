@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
-import traceback
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, TypeVar, overload
 
 from werkzeug.local import LocalProxy
 
 from gpuworker import placement
-from gpuworker.arbiter.guard import guard
+from gpuworker.arbiter.guard import guard, line_of_the_app
 from gpuworker.arbiter.prefork import Seat
+from gpuworker.boot import Boot
 from gpuworker.weights.arena import Arena
 from gpuworker.weights.content import attach, load
 from gpuworker.weights.cpu import CpuArena
@@ -138,9 +136,7 @@ def lock(shared: Any) -> Lock:
     return _registry.locks.lock(label)
 
 
-def enter_worker(
-    seat: Seat, log: Any, timed: Callable[[str], AbstractContextManager[None]], *, reloading: bool = False
-) -> None:
+def enter_worker(seat: Seat, log: Any, boot: Boot, *, reloading: bool = False) -> None:
     """Let :func:`share` attach from now on: this process is the worker of `seat`.
 
     :param reloading: ``--reload``: this worker runs newer code than the last one, so it keeps only what has a version.
@@ -157,7 +153,8 @@ def enter_worker(
         locks=seat.locks,
         arena=arena,
         log=log,
-        timed=timed,
+        timed=boot.timed,
+        restart_clock=boot.restart_clock,
         reloading=reloading,
     )
 
@@ -205,10 +202,9 @@ def _proxy(spec: Spec) -> Any:
 
     def bound() -> Any:
         if spec.name not in _registry.objects:
-            line = traceback.extract_stack(sys._getframe(2), 1)[0]
             raise ShareError(
                 f"{spec.name} was used while gunicorn's arbiter imports the app, where it does not exist yet:\n"
-                f'  File "{line.filename}", line {line.lineno}: {line.line}\n'
+                f"  {line_of_the_app()}\n"
                 "Use it in a request, pass warmup= to share(), or start gunicorn without --preload."
             )
         return _registry.objects[spec.name]
@@ -244,7 +240,7 @@ def _obtain(session: Session, spec: Spec) -> Any:
         key = key_of(session, spec)
         shared = attach(session, spec, key)
         if shared is None:
-            with session.locks.lock(f"load:{session.device}:{spec.name}"):
+            with session.load_lock(spec.name):
                 shared = attach(session, spec, key)
                 if shared is None:
                     load(session, spec, key)
