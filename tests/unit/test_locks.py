@@ -5,7 +5,6 @@ import os
 import signal
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from mmap import mmap
@@ -13,6 +12,7 @@ from mmap import mmap
 import pytest
 
 from gpuworker.weights.locks import Lock, Locks
+from tests.unit.children import exit_code, run_child, start_child
 
 # Python 3.12 and later warn of forks in a process with threads, which torch may have started.
 pytestmark = pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
@@ -29,30 +29,6 @@ def locks() -> Locks:
 @pytest.fixture
 def lock(locks: Locks, request: pytest.FixtureRequest) -> Lock:
     return locks.lock(request.node.name)
-
-
-def start_child(action: Callable[[], object]) -> int:
-    """Fork a child that exits with 0, or with 99 and a traceback if `action` raises."""
-    pid = os.fork()
-    if pid:
-        return pid
-    code = 99
-    try:
-        signal.alarm(60)
-        action()
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(code)
-
-
-def exit_code(pid: int) -> int:
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
-def run_child(action: Callable[[], object]) -> None:
-    assert exit_code(start_child(action)) == 0
 
 
 @contextmanager

@@ -9,7 +9,6 @@ import signal
 import socket
 import sys
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from mmap import mmap
@@ -19,6 +18,7 @@ from typing import Any
 import pytest
 
 from gpuworker.weights.store import Entry, Store, StoreError
+from tests.unit.children import exit_code, run_child, start_child
 
 # Python 3.12 and later warn of forks in a process with threads, which torch may have started.
 pytestmark = pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
@@ -45,30 +45,6 @@ def store() -> Iterator[Store]:
     store = Store()
     yield store
     store.close()
-
-
-def start_child(action: Callable[[], object]) -> int:
-    """Fork a child that exits with 0, or with 99 and a traceback if `action` raises."""
-    pid = os.fork()
-    if pid:
-        return pid
-    code = 99
-    try:
-        signal.alarm(60)
-        action()
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(code)
-
-
-def exit_code(pid: int) -> int:
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
-def run_child(action: Callable[[], object]) -> None:
-    assert exit_code(start_child(action)) == 0
 
 
 def memfd(content: bytes) -> int:
