@@ -44,8 +44,14 @@ class _CudaMixin(Worker):
 
     @classmethod
     def setup(cls) -> None:
-        """Called by gunicorn whenever it reads its configuration, before a preloaded app is imported."""
-        guard.install()
+        """Called by gunicorn whenever it reads its configuration, before a preloaded app is imported.
+
+        :raises RuntimeError: at the first start only; gunicorn prints it and exits with 1.
+        """
+        try:
+            guard.install()
+        except Exception as error:
+            raise RuntimeError(f"gpuworker cannot keep CUDA out of gunicorn's arbiter: {error!r}") from error
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -110,9 +116,9 @@ class _CudaMixin(Worker):
         context.start()
 
     def _set_threads(self) -> None:
-        share = threads_of_worker(self._seat.generation.settings, os.environ, self.cfg.workers, granted_cpus())
+        fair = threads_of_worker(self._seat.generation.settings, os.environ, self.cfg.workers, granted_cpus())
         # An app imported by the arbiter may have asked for a number itself.
-        torch.set_num_threads(guard.threads or share)
+        torch.set_num_threads(guard.threads or fair)
 
     def run(self) -> None:
         """Serve requests."""

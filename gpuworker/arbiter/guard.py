@@ -112,6 +112,8 @@ class Guard:
         )
 
     def _patch(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
+        if not hasattr(owner, name):
+            return  # another torch than those known; what slips through still shows in the driver
         original = getattr(owner, name)
         setattr(owner, name, replacement)
         self._undo.append(lambda: setattr(owner, name, original))
@@ -128,7 +130,7 @@ class Guard:
 
     def _close(self, owner: Any, name: str, harmless: Callable[[], bool] = lambda: False) -> None:
         """Refuse calls of a function of torch, in the arbiter, unless they are `harmless`."""
-        original = getattr(owner, name)
+        original = getattr(owner, name, None)
 
         def refuse(*args: Any, **kwargs: Any) -> Any:
             if os.getpid() != self._pid and not self._in_worker:

@@ -146,6 +146,19 @@ def test_a_slot_is_not_given_out_before_its_last_holder_is_reaped(make_server: M
     assert load.failures == []
 
 
+def test_a_guard_that_cannot_be_installed_stops_the_start(make_server: Make) -> None:
+    config = (
+        "from gpuworker.arbiter.guard import Guard\n"
+        "def broken(self):\n    raise OSError('no luck today')\n"
+        "Guard._set_nvml_check = broken\n"
+    )
+    server = make_server(config=config)
+    assert server.wait() == 1
+    assert "no luck today" in server.log
+    assert "Traceback" not in server.log
+    assert not server.pid_path.exists()
+
+
 @pytest.mark.parametrize("step", ["slots.SlotTable.take", "prefork.discover", "prefork.guard.driver_problem"])
 @pytest.mark.parametrize("when", ["start", "respawn", "reload"])
 def test_a_failing_step_in_the_arbiter_never_ends_it(make_server: Make, tmp_path: Path, step: str, when: str) -> None:
