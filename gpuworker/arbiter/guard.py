@@ -130,7 +130,7 @@ class Guard:
 
     def _close(self, owner: Any, name: str, harmless: Callable[[], bool] = lambda: False) -> None:
         """Refuse calls of a function of torch, in the arbiter, unless they are `harmless`."""
-        original = getattr(owner, name, None)
+        original: Any = getattr(owner, name, None)
 
         def refuse(*args: Any, **kwargs: Any) -> Any:
             if os.getpid() != self._pid and not self._in_worker:
