@@ -104,7 +104,7 @@ def test_bad_input_is_answered_with_a_reason(
     assert answer["error"]
 
 
-def test_the_demo(tmp_path: Path) -> None:
+def test_the_demo(tmp_path: Path, example: Any) -> None:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, EXAMPLE / "demo.py"]
     demo = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env, timeout=300, check=False)
