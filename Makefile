@@ -16,7 +16,7 @@ demo: $(VENV)/examples
 	$(BIN)/python $(EXAMPLE)/demo.py
 
 test: lint $(GUNICORNS:%=$(VENV)/gunicorns/%)
-	$(BIN)/python -m pytest -n 4
+	$(BIN)/python -m pytest -n 4 --dist loadgroup
 
 lint: $(VENV)/test
 	$(BIN)/ruff check .

@@ -23,6 +23,8 @@ from tests.live.server import Load, Server, is_running, marked_processes, wait_u
 
 Make = Callable[..., Server]
 ONE_DEVICE = {"devices": "cpu"}
+#: One after the other: these look at the shared memory of the whole machine, or take much of it.
+one_after_the_other = pytest.mark.xdist_group("shared memory")
 #: The same on every machine, so that sums are added up in the same order.
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 #: Descriptors of one object in the store of a device: its index and its arena.
@@ -532,6 +534,7 @@ def test_under_reload_only_what_has_a_stamp_is_kept(
     assert len(loads(tmp_path)) == (3 if kept_by == "nothing" else 1)
 
 
+@one_after_the_other
 def test_reloads_leave_one_copy(make_server: Make, tmp_path: Path) -> None:
     before = shmem()
     server = make_server("shares:app", env={"MEGABYTES": "64"}, **ONE_DEVICE)
@@ -582,6 +585,7 @@ def looks(look: Callable[[int], int], pid: int) -> list[int]:
     return wait_until(lambda: seen.append(look(pid)) or (seen if len(seen) > 25 else []), "looks")
 
 
+@one_after_the_other
 def test_more_workers_cost_interpreters_not_weights(make_server: Make) -> None:
     megabytes = 300
     server = make_server("shares:app", workers=3, env={"MEGABYTES": str(megabytes)} | ONE_THREAD, **ONE_DEVICE)
@@ -641,6 +645,7 @@ def test_a_worker_may_be_killed_at_every_step(make_server: Make, tmp_path: Path)
     wait_until(lambda: len(memfds(server)) == copies, "one copy", 30)
 
 
+@one_after_the_other
 def test_kills_at_random_points(make_server: Make, tmp_path: Path) -> None:
     before = shmem()
     env = {"MEGABYTES": "20", "LOAD_SECONDS": "0.05"}
@@ -666,6 +671,7 @@ def test_kills_at_random_points(make_server: Make, tmp_path: Path) -> None:
     wait_until(lambda: shmem() < before + 10 * 20, "the memory of the old generations", 60)
 
 
+@one_after_the_other
 def test_kills_of_the_loading_worker(make_server: Make, tmp_path: Path) -> None:
     env = {"MEGABYTES": "20", "LOAD_SECONDS": "0.05"}
     server = make_server("shares:app", "--preload", workers=3, env=env, **ONE_DEVICE)
@@ -685,6 +691,7 @@ def test_kills_of_the_loading_worker(make_server: Make, tmp_path: Path) -> None:
     wait_until(lambda: count_fds(server.pid) == arbiter_fds, "the arbiter to have the descriptors it had", 30)
 
 
+@one_after_the_other
 def test_nothing_is_left_of_a_killed_arbiter(make_server: Make) -> None:
     before = shmem()
     server = make_server("shares:app", env={"MEGABYTES": "300"}, **ONE_DEVICE)
