@@ -198,6 +198,8 @@ class Boot:
             if time.monotonic() - self._clock >= limit:
                 # From this thread: the main thread hangs, and nobody knows what it holds. Without a wait, since it may
                 # hold what another worker needs to load; the deadline is wait enough.
+                # Reported here, so the next worker of the slot must not report it as one that nobody could.
+                self._seat.row.deadline = 0.0
                 os._exit(self._settle(self._hung(limit), wait=False))
             self._log.info("Slot %d still loading, %.0f s", self._seat.slot, time.monotonic() - self._started)
 

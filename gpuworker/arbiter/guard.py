@@ -60,8 +60,7 @@ class Guard:
 
     def _close_the_ways_to_cuda(self) -> None:
         # Nearly all of torch passes through _cuda_init. What does not is refused one by one, and what is missed here
-        # shows in the driver (see
-        # driver_problem()).
+        # shows in the driver: see driver_problem().
         self._close(torch._C, "_cuda_init")
         for way in (torch.cuda.Stream, torch.cuda.ExternalStream, torch.cuda.CUDAGraph):
             self._close(way, "__new__")
