@@ -23,7 +23,7 @@ from gpuworker.arbiter import devices
 
 _NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 #: Libraries known to start the CUDA driver, to name the likely culprit.
-_STARTERS = ("cupy", "cuda.bindings", "jax", "numba.cuda", "onnxruntime", "pycuda", "tensorflow", "tensorrt")
+_STARTERS = ("cupy", "jax", "numba.cuda", "onnxruntime", "pycuda", "tensorflow", "tensorrt")
 _REMEDY = (
     "Let it run in the workers: start gunicorn without --preload, or move it from the config file into the app or the "
     "post_worker_init hook."

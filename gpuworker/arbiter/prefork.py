@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,6 +98,8 @@ class Arbiter:
             settings = Settings.from_environ(os.environ)
             devices = discover(settings.devices, os.environ)
             _check_torch(devices)
+            if not devices.items[0].is_cpu:
+                _import_driver_bindings()
             self._generation = Generation(number, settings, devices, guard.take_refusal())
             _announce(log, devices)
         except (SettingError, DeviceError) as error:
@@ -117,6 +120,12 @@ def _check_torch(devices: Devices) -> None:
             f"torch {torch.__version__} is built without CUDA and cannot use {devices.items[0]}: install a CUDA build "
             "of torch, or set GPUWORKER_DEVICES=cpu."
         )
+
+
+def _import_driver_bindings() -> None:
+    """Here once and not in every worker: it takes longer than attaching to weights. It does not start the driver."""
+    with suppress(ImportError):  # reported by the first worker that needs them
+        import cuda.bindings.driver  # noqa: F401
 
 
 def _announce(log: Any, devices: Devices) -> None:

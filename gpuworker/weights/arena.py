@@ -21,7 +21,14 @@ class ArenaError(RuntimeError):
 
 
 class Arena(Protocol):
-    """How one kind of device makes and maps arenas."""
+    """How one kind of device makes and maps arenas.
+
+    :cvar device_type: as torch names it.
+    :cvar copies_on_write: whether a worker that writes to what is not mutable gets a copy of the page.
+    """
+
+    device_type: str
+    copies_on_write: bool
 
     def create(self, nbytes: int) -> tuple[int, torch.UntypedStorage]:
         """A new arena of `nbytes` > 0: its descriptor, the caller's to close, and its memory, to be filled.

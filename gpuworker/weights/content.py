@@ -14,10 +14,10 @@ import torch
 
 from gpuworker.cpus import granted_cpus
 from gpuworker.weights import staging
-from gpuworker.weights.arena import Arena, Layout, lay_out, slices
+from gpuworker.weights.arena import Layout, lay_out, slices
 from gpuworker.weights.cpu import CpuArena
 from gpuworker.weights.keys import Key, Session, ShareError, Spec, stamp_of
-from gpuworker.weights.packing import Packed, Source, pack, unpack
+from gpuworker.weights.packing import Packed, Source, no_collection, pack, unpack
 from gpuworker.weights.store import Entry
 
 
@@ -28,7 +28,7 @@ class _Content:
     pickle: bytes
     on_cpu: tuple[bool, ...]
     layouts: tuple[Layout, Layout]
-    classes: tuple[tuple[str, int, int, int], ...]
+    source_files: tuple[tuple[str, int, int, int], ...]
 
 
 def load(session: Session, spec: Spec, key: Key) -> None:
@@ -43,10 +43,9 @@ def load(session: Session, spec: Spec, key: Key) -> None:
     if isinstance(loaded, torch.nn.Module) and loaded.training:
         session.log.warning("%s is in training mode: its dropout and batch norms change what it answers", spec.name)
     packed = pack(loaded, private=spec.private)
-    classes = _class_files(loaded)
     fds: list[int] = []
     try:
-        content = _fill(session, spec, packed, classes, fds)
+        content = _fill(session, spec, packed, fds)
         entry = Entry(spec.name, key.text, session.generation, tuple(layout.nbytes for layout in content.layouts))
         alive = session.living_generations()
         with session.store_lock():
@@ -60,15 +59,13 @@ def load(session: Session, spec: Spec, key: Key) -> None:
     session.log.info("Loaded %s on %s: %.2f GiB in %.2f s", spec.name, session.device, gib, time.monotonic() - start)
 
 
-def _fill(
-    session: Session, spec: Spec, packed: Packed, classes: tuple[tuple[str, int, int, int], ...], fds: list[int]
-) -> _Content:
+def _fill(session: Session, spec: Spec, packed: Packed, fds: list[int]) -> _Content:
     """Make the arenas of `packed` and the index, whose descriptors go to `fds`: index, device, CPU."""
-    cpu_device = isinstance(session.arena, CpuArena)
-    on_cpu = tuple(source.on_cpu and not cpu_device for source in packed.sources)
+    on_gpu = session.arena.device_type != "cpu"
+    on_cpu = tuple(source.on_cpu and on_gpu for source in packed.sources)
     groups = [[s for s, cpu in zip(packed.sources, on_cpu, strict=True) if cpu is group] for group in (False, True)]
     layouts = tuple(lay_out([s.storage.nbytes() for s in g], [s.private for s in g]) for g in groups)
-    content = _Content(packed.pickle, on_cpu, (layouts[0], layouts[1]), classes)
+    content = _Content(packed.pickle, on_cpu, (layouts[0], layouts[1]), _source_files(packed))
     fds.append(_sealed_file(pickle.dumps(content)))
     for arena, layout, group in zip((session.arena, CpuArena()), layouts, groups, strict=True):
         if layout.nbytes:
@@ -102,12 +99,9 @@ def _sealed_file(data: bytes) -> int:
     return fd
 
 
-def _class_files(loaded: Any) -> tuple[tuple[str, int, int, int], ...]:
-    """Stamps of the source files of the classes of a module's parts: changed code must not meet old objects."""
-    if not isinstance(loaded, torch.nn.Module):
-        return ()
-    modules = {type(module).__module__ for module in loaded.modules()}
-    files = {getattr(sys.modules.get(name), "__file__", None) for name in modules}
+def _source_files(packed: Packed) -> tuple[tuple[str, int, int, int], ...]:
+    """Stamps of the source files of the classes inside: changed code must not meet old objects."""
+    files = {getattr(sys.modules.get(name), "__file__", None) for name in packed.modules}
     return tuple(sorted(stamp_of(file) for file in files if file and Path(file).exists()))
 
 
@@ -123,15 +117,16 @@ def attach(session: Session, spec: Spec, key: Key) -> Any:
     entry, fds = found
     try:
         content = pickle.loads(Path(f"/proc/self/fd/{fds[0]}").read_bytes())
-        if any(_changed(stamp) for stamp in content.classes):
+        if any(_changed(stamp) for stamp in content.source_files):
             return None
-        storages = _storages(session, spec, content, fds[1:])
+        with no_collection():
+            shared = unpack(content.pickle, _storages(session, spec, content, fds[1:]))
     finally:
         for fd in fds:
             os.close(fd)
     if entry.generation < session.generation:
         _keep_for_this_generation(session, entry.key)
-    return unpack(content.pickle, storages)
+    return shared
 
 
 def _changed(stamp: tuple[str, int, int, int]) -> bool:
@@ -147,17 +142,15 @@ def _storages(session: Session, spec: Spec, content: _Content, fds: list[int]) -
     for arena, layout in zip((session.arena, CpuArena()), content.layouts, strict=True):
         if layout.nbytes:
             memory = arena.attach(next(remaining), layout.nbytes, mutable=spec.mutable)
-            # On the CPU a private mapping is a copy already, made page by page when it is written to.
-            mapped.append(slices(layout, memory, copy_private=not (spec.mutable or isinstance(arena, CpuArena))))
+            mapped.append(slices(layout, memory, copy_private=not (spec.mutable or arena.copies_on_write)))
         else:
-            mapped.append([_nothing(arena) for _ in layout.places])
+            mapped.append([_nothing(arena.device_type) for _ in layout.places])
     device, cpu = map(iter, mapped)
     return [next(cpu if on_cpu else device) for on_cpu in content.on_cpu]
 
 
-def _nothing(arena: Arena) -> torch.UntypedStorage:
-    device = "cpu" if isinstance(arena, CpuArena) else "cuda"
-    return torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()
+def _nothing(device_type: str) -> torch.UntypedStorage:
+    return torch.UntypedStorage(0, device=device_type)  # type: ignore[no-untyped-call]
 
 
 def _keep_for_this_generation(session: Session, key: str) -> None:

@@ -17,6 +17,9 @@ _F_SEAL_FUTURE_WRITE = 0x0010
 class CpuArena:
     """Arenas in the memory of the machine."""
 
+    device_type = "cpu"
+    copies_on_write = True
+
     def create(self, nbytes: int) -> tuple[int, torch.UntypedStorage]:
         """See :class:`~gpuworker.weights.arena.Arena`."""
         available = _available_bytes()

@@ -19,6 +19,9 @@ from gpuworker.weights.arena import ArenaError
 class CudaArena:
     """Arenas on the one GPU this process sees."""
 
+    device_type = "cuda"
+    copies_on_write = False
+
     def create(self, nbytes: int) -> tuple[int, torch.UntypedStorage]:
         """See :class:`~gpuworker.weights.arena.Arena`."""
         cu = _driver()

@@ -19,8 +19,11 @@ from gpuworker.weights.locks import Lock, Locks
 from gpuworker.weights.store import Entry, Store
 
 
-class ShareError(RuntimeError):
-    """An object cannot be shared as asked. The message says why and what to do."""
+class ShareError(Exception):
+    """An object cannot be shared as asked. The message says why and what to do.
+
+    Not a RuntimeError: werkzeug's proxies take one as the sign that they are not bound, and ``bool()`` of it is False.
+    """
 
 
 @dataclass(frozen=True)

@@ -62,10 +62,12 @@ class Packed:
 
     :ivar pickle: the object without the bytes of its tensors.
     :ivar sources: its storages, each once, in the order in which :func:`unpack` wants their equals.
+    :ivar modules: names of the Python modules its classes and functions come from.
     """
 
     pickle: bytes
     sources: tuple[Source, ...]
+    modules: frozenset[str]
 
 
 def pack(obj: object, *, private: Sequence[str] = ()) -> Packed:
@@ -93,7 +95,7 @@ def pack(obj: object, *, private: Sequence[str] = ()) -> Packed:
         Source(storage, private=key in copied, on_cpu=storage.device.type == "cpu" and key not in moved)
         for key, storage in pickler.storages.items()
     )
-    return Packed(file.getvalue(), tuple(sources))
+    return Packed(file.getvalue(), tuple(sources), frozenset(pickler.modules))
 
 
 def unpack(pickle: bytes, storages: Sequence[torch.UntypedStorage]) -> Any:
@@ -103,20 +105,25 @@ def unpack(pickle: bytes, storages: Sequence[torch.UntypedStorage]) -> Any:
     :param storages: equals of the sources, in their order, on whatever device.
     """
     # Under inference_mode() the app would get tensors that it cannot use elsewhere.
-    with _no_collection(), torch.inference_mode(False):
+    with no_collection(), torch.inference_mode(False):
         return _Unpickler(io.BytesIO(pickle), storages).load()
 
 
 @contextmanager
-def _no_collection() -> Iterator[None]:
+def no_collection() -> Iterator[None]:
     """Nothing becomes garbage while an object is put together, and to look for it takes longer than all the rest."""
-    enabled = gc.isenabled()
+    if not gc.isenabled():
+        yield
+        return
     gc.disable()
     try:
         yield
     finally:
-        if enabled:
-            gc.enable()
+        if not gc.get_freeze_count():
+            # Moves all objects to the oldest generation, where the next small collection does not look at them.
+            gc.freeze()
+            gc.unfreeze()
+        gc.enable()
 
 
 # What there is in an object: names, buffers, RNNs.
@@ -222,7 +229,7 @@ def _storages_moved_with(obj: object) -> set[_Key]:
     """The storages that are reached otherwise than by plain attributes of modules, which ``.to(device)`` passes by."""
     pickler = _MovedPickler()
     pickler.dump(obj)
-    for module in pickler.modules:  # grows while it is gone through
+    for module in pickler.parts:  # grows while it is gone through
         for part in (*_parameters(module), *_buffers(module), *module._modules.items()):
             pickler.dump(part)
     return set(pickler.storages)
@@ -249,11 +256,13 @@ class _Pickler(pickle.Pickler):
     """Leaves storages out and numbers them.
 
     :ivar storages: the storages met, in the order of their numbers. That they are held keeps their addresses unique.
+    :ivar modules: names of the Python modules of the classes and functions met.
     """
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
         self.storages: dict[_Key, torch.UntypedStorage] = {}
+        self.modules: set[str] = set()
         self._numbers: dict[_Key, int] = {}
 
     def persistent_id(self, obj: Any) -> Any:
@@ -282,8 +291,10 @@ class _Pickler(pickle.Pickler):
             return _reduce_program(obj)
         if isinstance(obj, types.FunctionType) and obj.__qualname__ == _WEIGHT_NORM_HOOK:
             return _weight_norm_hook, (inspect.getclosurevars(obj).nonlocals["name"],)
-        if isinstance(obj, (type, types.FunctionType)) and obj.__module__ == "__main__":
-            raise pickle.PicklingError("__main__ is another module in a worker")
+        if isinstance(obj, (type, types.FunctionType)):
+            if obj.__module__ == "__main__":
+                raise pickle.PicklingError("__main__ is another module in a worker")
+            self.modules.add(obj.__module__)
         if isinstance(obj, _OF_ONE_PROCESS):
             raise pickle.PicklingError("it belongs to the CUDA context of one process")
         return NotImplemented
@@ -294,7 +305,7 @@ class _MovedPickler(_Pickler):
 
     def __init__(self) -> None:
         super().__init__(io.BytesIO())
-        self.modules: list[torch.nn.Module] = []
+        self.parts: list[torch.nn.Module] = []
         self._known: set[int] = set()
 
     def persistent_id(self, obj: Any) -> Any:
@@ -302,7 +313,7 @@ class _MovedPickler(_Pickler):
             return super().persistent_id(obj)
         if id(obj) not in self._known:
             self._known.add(id(obj))
-            self.modules.append(obj)
+            self.parts.append(obj)
         return "module"
 
 

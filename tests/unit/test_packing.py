@@ -7,6 +7,7 @@ import gc
 import io
 import threading
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -822,3 +823,22 @@ def test_error_about_main(make, monkeypatch):
 def test_error_is_not_about_an_attribute_that_is_left_out_of_the_pickle():
     with pytest.raises(PackingError, match=r"^open is a lambda"):
         pack(Reticent())
+
+
+def test_names_the_modules_of_what_is_inside():
+    mixed = {"a": [Holder(torch.nn.Linear(1, 1))], "b": (torch.nn.functional.relu,)}
+    assert pack(mixed).modules >= {__name__, "torch.nn.modules.linear", "torch.nn.functional"}
+
+
+def test_leaves_the_garbage_collector_as_it_was():
+    class Loop:
+        def __init__(self):
+            self.itself = self
+
+    packed = pack(torch.nn.Linear(1, 1))
+    loop = weakref.ref(Loop())
+    unpack(packed.pickle, [source.storage for source in packed.sources])
+    assert gc.isenabled()
+    assert gc.get_freeze_count() == 0
+    gc.collect()
+    assert loop() is None
