@@ -39,12 +39,14 @@ class Redirect:
 
     :param at_rest: put in place what notices the first use of ``cuda`` where torch itself would not tell.
     :param in_use: put in place what is needed from then on.
+    :ivar in_use: the patches that are in place from the first use of ``cuda`` on; none before.
+    :ivar was_used: whether there was such a use, ever.
     """
 
     def __init__(self, at_rest: Sequence[Patcher], in_use: Sequence[Patcher]) -> None:
         self._patchers = at_rest, in_use
         self._at_rest = Patches()
-        self._in_use = Patches()
+        self.in_use = Patches()
         self._thread = threading.local()
         self._on_first_use: Callable[[], None] = lambda: None
         self._lazy_init: Callable[[], None] = lambda: None
@@ -71,17 +73,17 @@ class Redirect:
 
     def use(self) -> None:
         """Redirect from now on, in this thread and in those that it starts."""
-        if not self._in_use:
+        if not self.in_use:
             self.was_used = True
             self._patch_threads()
             for patch in self._patchers[1]:
-                patch(self, self._in_use)
+                patch(self, self.in_use)
             self._on_first_use()
         self.enter_thread()
 
     def enter_thread(self) -> None:
         """Redirect in this thread too, if the redirection is in use: torch has a stack of modes for each."""
-        if self._in_use and not hasattr(self._thread, "mode"):
+        if self.in_use and not hasattr(self._thread, "mode"):
             self._thread.mode = _Mode(self)
             self._thread.mode.__enter__()
 
@@ -90,7 +92,7 @@ class Redirect:
         mode = self._thread.__dict__.pop("mode", None)
         if mode is not None:
             _leave(mode)
-        self._in_use.remove()
+        self.in_use.remove()
         self._at_rest.remove()
 
     def mark(self, result: Any) -> Any:
@@ -131,7 +133,7 @@ class Redirect:
             self.enter_thread()
             bootstrap(thread)
 
-        self._in_use.put(threading.Thread, "_bootstrap_inner", bootstrap_redirected)
+        self.in_use.put(threading.Thread, "_bootstrap_inner", bootstrap_redirected)
 
 
 class _Mode(_python_dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]
