@@ -17,12 +17,13 @@ from gunicorn.workers.gthread import ThreadWorker
 from gunicorn.workers.sync import SyncWorker
 
 from gpuworker import placement, process
-from gpuworker.arbiter import prefork
+from gpuworker.arbiter import prefork, preload
 from gpuworker.arbiter.guard import guard
 from gpuworker.boot import Boot, BootError
 from gpuworker.context import CudaContext
 from gpuworker.cpus import granted_cpus, threads_of_worker
 from gpuworker.handover import may_leave, reload_failed
+from gpuworker.standin import redirect
 from gpuworker.status.scoreboard import Row
 from gpuworker.weights import share
 from gpuworker.weights.store import StoreError
@@ -50,6 +51,7 @@ class _CudaMixin(Worker):
         """
         try:
             guard.install()
+            preload.watch()
         except Exception as error:
             raise RuntimeError(f"gpuworker cannot keep CUDA out of gunicorn's arbiter: {error!r}") from error
 
@@ -109,11 +111,29 @@ class _CudaMixin(Worker):
         self._set_threads()
         context = CudaContext(self._seat.device, self._boot.timed)
         context.start_at_first_use()
+        self._stand_in_for_cuda()
         share.enter_worker(self._seat, self.log, self._boot, reloading=bool(self.cfg.reload))
         with self._boot.timed("app"):
             super().load_wsgi()
+            share.bind_preloaded(self._seat.preloaded)
             share.bind_proxies()
         context.start()
+
+    def _stand_in_for_cuda(self) -> None:
+        """On a CPU device: let an app that was written for ``cuda`` run all the same."""
+        assert self._seat.device
+        if not self._seat.device.is_cpu:
+            return
+        redirect.install(refuse=None, on_first_use=self._say_once_that_there_is_no_gpu)
+        if self._seat.preloaded:
+            redirect.use()
+
+    def _say_once_that_there_is_no_gpu(self) -> None:
+        if self.slot == 0:
+            self.log.warning(
+                "The app uses cuda, and this server runs on the CPU: what it puts on cuda stays in the memory of the "
+                "machine and only claims to be on cuda:0. This stands in for a GPU in development."
+            )
 
     def _set_threads(self) -> None:
         fair = threads_of_worker(self._seat.generation.settings, os.environ, self.cfg.workers, granted_cpus())
@@ -206,3 +226,8 @@ class CudaWorker(_CudaMixin, SyncWorker):
 
 class CudaThreadWorker(_CudaMixin, ThreadWorker):
     """gunicorn's gthread worker on the GPU of its slot: ``-k gpuworker.CudaThreadWorker --threads 4``."""
+
+    def handle(self, conn: Any) -> Any:
+        """Called by gunicorn for each request, in a thread of its own."""
+        redirect.enter_thread()
+        return super().handle(conn)

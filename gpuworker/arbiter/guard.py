@@ -8,11 +8,12 @@ it before it imports the app.
 from __future__ import annotations
 
 import functools
+import linecache
 import os
 import sys
 import sysconfig
-import traceback
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import gunicorn
@@ -20,13 +21,14 @@ import torch
 
 from gpuworker import driver
 from gpuworker.arbiter import devices
+from gpuworker.patches import Patches
 
 _NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 #: Libraries known to start the CUDA driver, to name the likely culprit.
 _STARTERS = ("cupy", "jax", "numba.cuda", "onnxruntime", "pycuda", "tensorflow", "tensorrt")
 _REMEDY = (
-    "Let it run in the workers: start gunicorn without --preload, or move it from the config file into the app or the "
-    "post_worker_init hook."
+    "Let it run in the workers: load the model with gpuworker.share(), start gunicorn without --preload, or, if the "
+    "line is in the config file or a hook, move it into the app or the post_worker_init hook."
 )
 
 
@@ -38,7 +40,7 @@ class Guard:
     """The patches of this process; one object, since torch is one module."""
 
     def __init__(self) -> None:
-        self._undo: list[Callable[[], None]] = []
+        self._patches = Patches()
         self._refusal = ""
         self._pid = 0
         self._in_worker = False
@@ -46,11 +48,11 @@ class Guard:
 
     def install(self) -> None:
         """Put the patches in place; a second call changes nothing."""
-        if self._undo:
+        if self._patches:
             return
         self._pid = os.getpid()
         set_num_threads = torch.set_num_threads
-        self._patch(torch, "set_num_threads", self._remember_threads)
+        self._patches.put(torch, "set_num_threads", self._remember_threads)
         if torch.version.cuda:
             self._close_the_ways_to_cuda()
         else:
@@ -69,13 +71,12 @@ class Guard:
         for module in (torch.autograd, torch.autograd.graph):
             self._close(module, "_engine_run_backward", harmless=lambda: not _count_devices())
         # These two are asked in passing, the second by every step of an optimizer, and have an answer without CUDA.
-        self._patch(torch._C, "_cuda_getDeviceCount", _count_devices)
-        self._patch(torch.cuda.graphs, "_cuda_isCurrentStreamCapturing", lambda: False)
+        self._patches.put(torch._C, "_cuda_getDeviceCount", _count_devices)
+        self._patches.put(torch.cuda.graphs, "_cuda_isCurrentStreamCapturing", lambda: False)
 
     def remove(self) -> None:
         """Undo :meth:`install`, in a worker."""
-        while self._undo:
-            self._undo.pop()()
+        self._patches.remove()
 
     @property
     def threads(self) -> int | None:
@@ -110,18 +111,11 @@ class Guard:
             f"preloaded app imported{hint}: no worker forked from it could use a GPU. {_REMEDY}"
         )
 
-    def _patch(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
-        if not hasattr(owner, name):
-            return  # another torch than those known; what slips through still shows in the driver
-        original = getattr(owner, name)
-        setattr(owner, name, replacement)
-        self._undo.append(lambda: setattr(owner, name, original))
-
     def _set_nvml_check(self) -> None:
         # Makes torch.cuda.is_available() ask NVML, which unlike the CUDA runtime leaves the process fit to fork.
         before = os.environ.get(_NVML_CHECK)
         os.environ[_NVML_CHECK] = "1"
-        self._undo.append(lambda: _restore_variable(_NVML_CHECK, before))
+        self._patches.on_removal(lambda: _restore_variable(_NVML_CHECK, before))
 
     def _remember_threads(self, count: int) -> None:
         # Applied in the workers. Here more than one thread would hang their first parallel operation.
@@ -135,20 +129,21 @@ class Guard:
             if os.getpid() != self._pid and not self._in_worker:
                 self.remove()  # some other child of the arbiter, such as gunicorn's dirty workers
             elif not harmless():
-                raise CudaInArbiterError(self._describe_refusal())
+                raise self.refusal("CUDA must not start before the fork, no worker could use it")
             return original(*args, **kwargs)
 
-        self._patch(owner, name, refuse)
+        self._patches.put(owner, name, refuse)
 
-    def _describe_refusal(self) -> str:
+    def refusal(self, reason: str) -> CudaInArbiterError:
+        """The error for what cannot be done before the fork. The server will not start, even if the app catches it."""
         line = line_of_the_app()
         if self._in_worker:
-            return (
+            return CudaInArbiterError(
                 f"CUDA must not start before the worker has its device:\n  {line}\nDo it in the post_worker_init hook."
             )
-        message = f"CUDA must not start before the fork, no worker could use it:\n  {line}\n{_REMEDY}"
+        message = f"{reason}:\n  {line}\n{_REMEDY}"
         self._refusal = self._refusal or message
-        return message
+        return CudaInArbiterError(message)
 
 
 def _restore_variable(name: str, value: str | None) -> None:
@@ -173,12 +168,36 @@ def _count_devices() -> int:
 
 def line_of_the_app() -> str:
     """The innermost line on the stack that is the app's own, else the innermost outside torch and this package."""
-    ours = tuple(os.path.dirname(str(path)) for path in (driver.__file__, torch.__file__, gunicorn.__file__))
-    libraries = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib", "scripts"))
-    stack = traceback.extract_stack()
-    outside = [frame for frame in stack if not frame.filename.startswith((*ours, "<"))]
-    frame = ([frame for frame in outside if not frame.filename.startswith(libraries)] or outside or stack)[-1]
-    return f'File "{frame.filename}", line {frame.lineno}: {frame.line}'
+    place = place_in_the_app(sys._getframe(1))
+    if place is None:
+        return "(no line of the app)"
+    filename, line = place
+    return f'File "{filename}", line {line}: {linecache.getline(filename, line).strip()}'
+
+
+def place_in_the_app(frame: FrameType | None, *, only_own: bool = False) -> tuple[str, int] | None:
+    """File and line in the app's own code that `frame` was called from.
+
+    :param only_own: None if there is none, and not that of another library.
+    """
+    outside = None
+    while frame is not None:
+        filename = frame.f_code.co_filename
+        if not _is_library(filename):
+            return filename, frame.f_lineno
+        if outside is None and not filename.startswith(_OURS):
+            outside = filename, frame.f_lineno
+        frame = frame.f_back
+    return None if only_own else outside
+
+
+_OURS = (*(os.path.dirname(str(module.__file__)) for module in (driver, torch, gunicorn)), "<")
+_LIBRARIES = (*_OURS, *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib", "scripts")))
+
+
+@functools.cache
+def _is_library(filename: str) -> bool:
+    return filename.startswith(_LIBRARIES)
 
 
 guard = Guard()

@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from gunicorn.errors import HaltServer
 
+from gpuworker.arbiter import preload
 from gpuworker.arbiter.devices import Device, DeviceError, Devices, discover
 from gpuworker.arbiter.guard import guard
+from gpuworker.arbiter.preload import Preloaded, PreloadError
 from gpuworker.arbiter.slots import SlotTable
 from gpuworker.settings import SettingError, Settings
 from gpuworker.status.scoreboard import Row, Scoreboard
@@ -44,6 +46,7 @@ class Seat:
     """What the arbiter hands to one worker.
 
     :param device: None only where there is a problem; so are `store`, of the device's shared objects, and `locks`.
+    :param preloaded: what an app that the arbiter imported put on the GPU.
     :param problem: why the worker must not serve; empty if it may.
     """
 
@@ -54,13 +57,19 @@ class Seat:
     device: Device | None = None
     store: Store | None = None
     locks: Locks | None = None
+    preloaded: Preloaded | None = None
     problem: str = ""
 
 
 class Arbiter:
-    """The state of this package in gunicorn's arbiter process."""
+    """The state of this package in gunicorn's arbiter process.
 
-    def __init__(self) -> None:
+    :param app_is_here: whether the arbiter imported the app (``--preload``).
+    :raises PreloadError: if that app cannot be handed to the workers.
+    """
+
+    def __init__(self, *, app_is_here: bool) -> None:
+        self._preloaded = preload.finish(app_is_here=app_is_here)
         self._board = Scoreboard()
         self._slots = SlotTable(self._board)
         self._locks = Locks()
@@ -83,7 +92,7 @@ class Arbiter:
                 store = self._store_of(device)
         except Exception as error:
             problem = _unexpected(worker.log, error)
-        return Seat(row.slot, row, self._board, self._generation, device, store, self._locks, problem)
+        return Seat(row.slot, row, self._board, self._generation, device, store, self._locks, self._preloaded, problem)
 
     def _store_of(self, device: Device) -> Store:
         # One for each device, and the same for all generations: weights may outlive a HUP.
@@ -146,7 +155,9 @@ def take_seat(worker: Any) -> Seat:
     first = _arbiter is None
     try:
         if _arbiter is None:
-            _arbiter = Arbiter()
+            _arbiter = Arbiter(app_is_here=worker.cfg.preload_app)
+    except PreloadError as error:
+        raise HaltServer(str(error), 1) from error
     except Exception as error:
         raise HaltServer(f"gpuworker could not be set up: {error!r}", 1) from error
     seat = _arbiter.seat(worker)

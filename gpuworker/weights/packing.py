@@ -81,7 +81,7 @@ def pack(obj: object, *, private: Sequence[str] = ()) -> Packed:
     survey = _Survey(obj)
     with torch.inference_mode(False):
         for rnn in survey.rnns:
-            _flatten(rnn)
+            flatten(rnn)
     file = io.BytesIO()
     pickler = _Pickler(file)
     try:
@@ -343,7 +343,7 @@ def _reduce_tensor(tensor: torch.Tensor) -> Any:
     if isinstance(tensor, _torch.nn.parameter.UninitializedTensorMixin):
         return kind, (False,)
     if kind in (torch.Tensor, torch.nn.Parameter) and _is_plain(tensor):
-        rebuild = _tensor if kind is torch.Tensor else _parameter
+        rebuild = tensor_over if kind is torch.Tensor else _parameter
         place = tensor.storage_offset(), tuple(tensor.size()), tensor.stride()
         metadata = _torch._utils.get_tensor_metadata(tensor)  # conjugate and negative
         return rebuild, (tensor.untyped_storage(), tensor.dtype, *place, *([metadata] if metadata else ()))
@@ -366,14 +366,18 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 _EMPTY: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
 
-def _tensor(
+def tensor_over(
     storage: torch.UntypedStorage,
     dtype: torch.dtype,
     offset: int,
-    size: tuple[int, ...],
-    stride: tuple[int, ...],
+    size: Sequence[int],
+    stride: Sequence[int],
     metadata: dict[str, bool] | None = None,
 ) -> torch.Tensor:
+    """A new tensor over `storage`, which is not copied.
+
+    :param metadata: of ``torch._utils.get_tensor_metadata``: whether it is read conjugated or negated.
+    """
     kind = dtype, storage.device
     if kind not in _EMPTY:
         _EMPTY[kind] = torch.empty(0, dtype=dtype, device=storage.device)
@@ -384,7 +388,7 @@ def _tensor(
 
 
 def _parameter(*args: Any) -> torch.Tensor:
-    return torch.Tensor._make_subclass(torch.nn.Parameter, _tensor(*args), False)
+    return torch.Tensor._make_subclass(torch.nn.Parameter, tensor_over(*args), False)
 
 
 def _parameter_of(kind: type[torch.Tensor], data: torch.Tensor, state: Any) -> torch.Tensor:
@@ -395,7 +399,7 @@ def _parameter_of(kind: type[torch.Tensor], data: torch.Tensor, state: Any) -> t
 def _rebuild_tensor_v2(
     storage: torch.TypedStorage, offset: int, size: Any, stride: Any, _grad: bool, _hooks: Any, metadata: Any = None
 ) -> torch.Tensor:
-    return _tensor(storage._untyped_storage, storage.dtype, offset, size, stride, metadata)
+    return tensor_over(storage._untyped_storage, storage.dtype, offset, size, stride, metadata)
 
 
 def _rebuild_tensor_v3(
@@ -408,7 +412,7 @@ def _rebuild_tensor_v3(
     dtype: torch.dtype,
     metadata: Any = None,
 ) -> torch.Tensor:
-    return _tensor(storage, dtype, offset, size, stride, metadata)
+    return tensor_over(storage, dtype, offset, size, stride, metadata)
 
 
 def _rebuild_sparse(layout: torch.layout, parts: tuple[Any, ...]) -> torch.Tensor:
@@ -457,7 +461,7 @@ for _name, _position in (
 # Modules.
 
 
-def _flatten(rnn: torch.nn.RNNBase) -> None:
+def flatten(rnn: torch.nn.RNNBase) -> None:
     """Lay the weights out in one storage as cuDNN wants them, or every call on a GPU compacts them, with a warning.
 
     The layout is that of ``_cudnn_rnn_flatten_weight``: `get_parameters` and `try_get_weight_buf` in torch's
@@ -534,13 +538,13 @@ def _weight_norm_hook(name: str) -> Any:
 
 
 def _reduce_script(module: torch.jit.ScriptModule) -> Any:
-    return _script, _archived(torch.jit.save, module, _script_tensors(module))
+    return _script, _archived(torch.jit.save, module, script_tensors(module))
 
 
 def _script(archive: bytes, weights: list[torch.Tensor]) -> torch.jit.ScriptModule:
     with _no_warnings():
         module: torch.jit.ScriptModule = _torch.jit.load(io.BytesIO(archive))
-    _put_in(_script_tensors(module), weights)
+    _put_in(script_tensors(module), weights)
     return module
 
 
@@ -588,7 +592,7 @@ def _put_in(tensors: list[torch.Tensor], weights: list[torch.Tensor]) -> None:
         tensor.requires_grad_(False)
 
 
-def _script_tensors(module: torch.jit.ScriptModule) -> list[torch.Tensor]:
+def script_tensors(module: torch.jit.ScriptModule) -> list[torch.Tensor]:
     """The tensors in the attributes of a TorchScript module, in an order that saving and loading keeps.
 
     Not the parameters and buffers alone: the forward of an LSTM reads the list ``_flat_weights``, whose tensors need

@@ -12,7 +12,9 @@ from werkzeug.local import LocalProxy
 from gpuworker import placement
 from gpuworker.arbiter.guard import guard, line_of_the_app
 from gpuworker.arbiter.prefork import Seat
+from gpuworker.arbiter.preload import Preloaded
 from gpuworker.boot import Boot
+from gpuworker.weights import preloaded
 from gpuworker.weights.arena import Arena
 from gpuworker.weights.content import attach, load
 from gpuworker.weights.cpu import CpuArena
@@ -165,6 +167,19 @@ def bind_proxies() -> None:
     waiting, _registry.waiting = _registry.waiting, []
     for spec in waiting:
         _obtain(_registry.session, spec)
+
+
+def bind_preloaded(content: Preloaded | None) -> None:
+    """Give the tensors that a preloaded app put on ``cuda`` their memory on the device of this worker."""
+    session = _registry.session
+    if session is None or content is None:
+        return
+    private = ("private.*",) if any(content.private) else ()
+    # The arbiter keeps a preloaded app over a HUP, and so its weights stay, too.
+    loader = functools.partial(preloaded.contents, content)
+    spec = Spec(loader, preloaded.NAME, (), "of this arbiter", mutable=False, private=private, warmup=None)
+    preloaded.bind(content, _obtain(session, spec), stand_in=session.arena.device_type == "cpu")
+    del _registry.objects[preloaded.NAME]
 
 
 def drop_unused() -> bool:

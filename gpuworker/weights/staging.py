@@ -45,12 +45,13 @@ def copy(pairs: Iterable[Pair], report: Callable[[int, float], None]) -> None:
 
 
 def _parts(source: torch.UntypedStorage, target: torch.UntypedStorage) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    whole_source, whole_target = _bytes_of(source), _bytes_of(target)
+    whole_source, whole_target = bytes_of(source), bytes_of(target)
     for start in range(0, source.nbytes(), BUFFER):
         yield whole_source[start : start + BUFFER], whole_target[start : start + BUFFER]
 
 
-def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    """A tensor of all bytes of `storage`, which is not copied."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 

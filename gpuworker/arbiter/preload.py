@@ -1,0 +1,256 @@
+"""The app imported by the arbiter (``--preload``): what of it belongs on the GPU, found once, before the first fork.
+
+While the app is imported, what it puts on ``cuda`` stays on the CPU, marked (:mod:`gpuworker.standin`). The tensors
+found here get their memory from the device in every worker, the very same objects.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import threading
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gpuworker.arbiter.guard import guard, line_of_the_app, place_in_the_app
+from gpuworker.standin import marks, redirect
+from gpuworker.weights.packing import SMALL_BUFFER, flatten, script_tensors
+from gpuworker.weights.staging import bytes_of
+
+
+class PreloadError(RuntimeError):
+    """A preloaded app cannot be handed to the workers. The message says what of it and what to do."""
+
+
+_REMEDY = "Load the model with gpuworker.share(), or start gunicorn without --preload."
+#: How far from a module's globals a tensor is looked for, to name it.
+_DEPTH = 8
+
+
+@dataclass(frozen=True)
+class Preloaded:
+    """What a preloaded app put on the GPU.
+
+    :ivar tensors: every tensor found.
+    :ivar storages: their memory, on the CPU of the arbiter.
+    :ivar private: for each storage, whether every worker gets a copy, since models write to such tensors.
+    """
+
+    tensors: list[torch.Tensor]
+    storages: list[torch.UntypedStorage]
+    private: list[bool]
+
+
+_watch = {"over": False}
+
+
+def watch() -> None:
+    """Redirect what the app puts on ``cuda`` from now on, until :func:`finish`; later calls change nothing.
+
+    gunicorn imports a preloaded app once: a HUP brings no other.
+    """
+    if not _watch["over"]:
+        redirect.install(refuse=guard.refusal, origin=line_of_the_app)
+        os.register_at_fork(after_in_child=_forget)
+
+
+def _forget() -> None:
+    """In a child that is no worker, for none is forked before :func:`finish`."""
+    if not _watch["over"]:
+        _watch["over"] = True
+        redirect.remove()
+
+
+def finish(*, app_is_here: bool) -> Preloaded | None:
+    """End the redirection, and find what the app put on the GPU.
+
+    :param app_is_here: whether the arbiter imported the app.
+    :returns: None if there is nothing.
+    :raises PreloadError: for what would be lost by the fork.
+    """
+    _watch["over"] = True
+    was_used = redirect.was_used
+    redirect.remove()
+    if app_is_here:
+        _refuse_threads()
+    if not was_used:
+        return None
+    with _unfrozen():
+        gc.collect()
+        objects = gc.get_objects()
+        modules = [obj for obj in objects if issubclass(type(obj), torch.nn.Module)]
+        for module in modules:
+            if isinstance(module, torch.nn.RNNBase):
+                _lay_out(module)
+        tensors = _marked_tensors(objects, modules)
+        del objects
+        _refuse_what_cannot_move(tensors)
+        return _describe(tensors, modules)
+
+
+def _refuse_threads() -> None:
+    frames = sys._current_frames()
+    for thread in threading.enumerate():
+        place = place_in_the_app(frames.get(thread.ident or 0), only_own=True)
+        if place and thread is not threading.main_thread():
+            raise PreloadError(
+                f"The app started a thread ({thread.name}) that is still running, and would be lost in the workers, "
+                f'which are forked now:\n  File "{place[0]}", line {place[1]}\n'
+                "Start it in the post_worker_init hook or in the first request, or start gunicorn without --preload."
+            )
+
+
+class _unfrozen:
+    """Objects that the app froze (``gc.freeze()``) are seen too."""
+
+    def __enter__(self) -> None:
+        self._frozen = gc.get_freeze_count() > 0
+        gc.unfreeze()
+
+    def __exit__(self, *exc: object) -> None:
+        if self._frozen:
+            gc.freeze()
+
+
+def _lay_out(rnn: torch.nn.RNNBase) -> None:
+    if rnn._flat_weights and all(isinstance(w, torch.Tensor) and marks.is_marked(w) for w in rnn._flat_weights):
+        with torch.inference_mode(False):
+            flatten(rnn)
+        for weight in rnn._flat_weights:
+            marks.mark(weight)  # type: ignore[arg-type]
+
+
+def _marked_tensors(objects: list[Any], modules: list[torch.nn.Module]) -> list[torch.Tensor]:
+    found = {id(obj): obj for obj in objects if issubclass(type(obj), torch.Tensor) and marks.is_marked(obj)}
+    for module in modules:
+        if isinstance(module, torch.jit.ScriptModule):
+            found.update((id(tensor), tensor) for tensor in script_tensors(module) if marks.is_marked(tensor))
+    for tensor in list(found.values()):
+        found.update((id(held), held) for held in _held_by(tensor) if marks.is_marked(held))
+    return list(found.values())
+
+
+def _held_by(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Tensors that C++ may hold for this one alone."""
+    held = (tensor.grad if tensor.is_leaf else None, None if tensor.is_inference() else tensor._base)
+    return [other for other in held if other is not None]
+
+
+def _refuse_what_cannot_move(tensors: list[torch.Tensor]) -> None:
+    for tensor in tensors:
+        if tensor.layout not in (torch.strided, torch.sparse_coo) or tensor.is_quantized or _is_wrapper(tensor):
+            kind = type(tensor).__name__ if _is_wrapper(tensor) else tensor.layout
+            raise PreloadError(f"{_name_of(tensor)} ({kind}) cannot be moved to the GPU after the fork. {_REMEDY}")
+        if tensor.grad_fn is not None and any(map(marks.is_marked, _saved_by(tensor.grad_fn))):
+            raise PreloadError(
+                f"{_name_of(tensor)} was computed with gradients, and autograd keeps tensors for its backward that "
+                f"cannot move to the GPU after the fork: compute it under torch.no_grad(), or .detach() it. {_REMEDY}"
+            )
+    seen = {storage._cdata for tensor in tensors for storage in marks.storages_of(tensor)}
+    for storage in marks.living_storages():
+        if storage._cdata not in seen:
+            raise PreloadError(
+                f"{storage.nbytes():,} bytes that the app put on the GPU are held by something other than a tensor "
+                "that Python knows, and cannot be moved there after the fork. They come from:\n"
+                f"  {marks.origin_of(storage)}\n{_REMEDY}"
+            )
+
+
+def _is_wrapper(tensor: torch.Tensor) -> bool:
+    return hasattr(tensor, "__tensor_flatten__")
+
+
+def _saved_by(function: Any) -> Iterator[torch.Tensor]:
+    """What the backward of a computation keeps."""
+    todo, seen = [function], set()
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        todo.extend(following for following, _ in node.next_functions)
+        names = [name for name in dir(node) if name.startswith("_saved_") or name == "saved_tensors"]
+        for name in names:
+            yield from _tensors_of(node, name)
+
+
+def _tensors_of(node: Any, name: str) -> list[torch.Tensor]:
+    try:
+        value = getattr(node, name)
+    except RuntimeError:
+        return []  # freed by a backward
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return [part for part in values if isinstance(part, torch.Tensor)]
+
+
+def _describe(tensors: list[torch.Tensor], modules: list[torch.nn.Module]) -> Preloaded:
+    storages = {s._cdata: s for tensor in tensors for s in marks.storages_of(tensor)}
+    parameters = {s._cdata for tensor in _parameters(tensors, modules) for s in marks.storages_of(tensor)}
+    transient = {s._cdata for buffer in _transient_buffers(modules) for s in marks.storages_of(buffer)}
+    private = [key in transient or (key not in parameters and _is_written_to(s)) for key, s in storages.items()]
+    return Preloaded(tensors, list(storages.values()), private)
+
+
+def _parameters(tensors: list[torch.Tensor], modules: list[torch.nn.Module]) -> Iterator[torch.Tensor]:
+    yield from (tensor for tensor in tensors if isinstance(tensor, torch.nn.Parameter))
+    for module in modules:
+        if isinstance(module, torch.jit.ScriptModule):
+            yield from module.parameters(recurse=False)
+
+
+def _transient_buffers(modules: list[torch.nn.Module]) -> Iterator[torch.Tensor]:
+    for module in modules:
+        for name in getattr(module, "_non_persistent_buffers_set", ()):
+            buffer = module._buffers.get(name)
+            if buffer is not None:
+                yield buffer
+
+
+def _is_written_to(storage: torch.UntypedStorage) -> bool:
+    """Whether what is no parameter may be a place to write to: small, or large and still empty, such as a cache."""
+    return storage.nbytes() < SMALL_BUFFER or not bytes_of(storage).any()
+
+
+def _name_of(tensor: torch.Tensor) -> str:
+    """The way to `tensor` from the globals of a module, as one writes it."""
+    level: list[tuple[object, str]] = [(tensor, "")]
+    seen = {id(tensor), id(level)}
+    for _ in range(_DEPTH):
+        above: list[tuple[object, str]] = []
+        for obj, way in level:
+            for holder in gc.get_referrers(obj):
+                if id(holder) in seen or isinstance(holder, types.FrameType):
+                    continue
+                seen.add(id(holder))
+                name = _module_of_globals(holder)
+                step = _step(holder, obj)
+                if name and step:
+                    return f"{name}{step}{way}"
+                if holder is not level and step is not None:
+                    above.append((holder, step + way))
+        seen.update((id(level), id(above)))
+        level = above
+    return f"a tensor of size {tuple(tensor.size())}, from {marks.origin_of(marks.storages_of(tensor)[0])}"
+
+
+def _module_of_globals(holder: object) -> str:
+    name = holder.get("__name__") if isinstance(holder, dict) else None
+    module = sys.modules.get(name) if isinstance(name, str) else None
+    return str(name) if module is not None and vars(module) is holder else ""
+
+
+def _step(holder: object, obj: object) -> str | None:
+    """How `obj` is reached from `holder`."""
+    attributes = holder if isinstance(holder, dict) else getattr(holder, "__dict__", {})
+    key = next((key for key, value in list(attributes.items()) if value is obj), None)
+    if key is not None:
+        return "" if key in ("_parameters", "_buffers", "_modules", "__dict__") else f".{key}"
+    if isinstance(holder, (list, tuple)):
+        index = next((index for index, value in enumerate(holder) if value is obj), None)
+        return None if index is None else f"[{index}]"
+    return ""

@@ -1,0 +1,43 @@
+"""``torch.compile`` while operations are redirected: what is compiled for the GPU is compiled in a worker, later."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any
+
+import torch
+
+from gpuworker.patches import Patches
+from gpuworker.standin.redirect import Redirect
+
+
+def patch(redirect: Redirect, patches: Patches) -> None:
+    """Have compiled functions run as they were written."""
+    compile_ = torch.compile
+
+    @functools.wraps(compile_)
+    def compile_later(*args: Any, **kwargs: Any) -> Any:
+        patches.put(torch, "compile", compile_)
+        _run_eagerly(patches)
+        return compile_(*args, **kwargs)
+
+    patches.put(torch, "compile", compile_later)
+    if "torch._dynamo" in sys.modules:
+        _run_eagerly(patches)
+
+
+def _run_eagerly(patches: Patches) -> None:
+    """Not before it is needed, since it imports the compiler.
+
+    What runs while the compiler is merely disabled by its configuration would never be compiled afterwards.
+    """
+    compiler: Any = torch.compiler
+    if hasattr(compiler, "set_stance"):
+        compiler.set_stance("force_eager")
+        patches.on_removal(lambda: compiler.set_stance("default"))
+    else:  # before torch 2.6
+        import torch._dynamo.eval_frame as frames
+
+        switch: Any = vars(frames)["set_eval_frame"]
+        patches.put(frames, "set_eval_frame", lambda callback: switch(None))
