@@ -6,6 +6,6 @@ from gpuworker.standin.redirect import Redirect
 __all__ = ["redirect"]
 
 redirect = Redirect(
-    at_rest=[tensors.patch_moves, legacy.patch, loading.patch, queries.patch],
-    in_use=[tensors.patch_attributes, compiler.patch],
+    at_rest=[tensors.patch_moves, compiler.patch_at_rest, legacy.patch, loading.patch, queries.patch],
+    in_use=[tensors.patch_attributes, compiler.patch_in_use],
 )

@@ -12,17 +12,21 @@ from gpuworker.patches import Patches
 from gpuworker.standin.redirect import Redirect
 
 
-def patch(redirect: Redirect, patches: Patches) -> None:
-    """Have compiled functions run as they were written."""
+def patch_at_rest(redirect: Redirect, patches: Patches) -> None:
+    """Notice what is compiled once the redirection is in use."""
     compile_ = torch.compile
 
     @functools.wraps(compile_)
     def compile_later(*args: Any, **kwargs: Any) -> Any:
-        patches.put(torch, "compile", compile_)
-        _run_eagerly(patches)
+        if redirect.in_use:
+            _run_eagerly(redirect.in_use)
         return compile_(*args, **kwargs)
 
     patches.put(torch, "compile", compile_later)
+
+
+def patch_in_use(redirect: Redirect, patches: Patches) -> None:
+    """Have what has been compiled run as it was written."""
     if "torch._dynamo" in sys.modules:
         _run_eagerly(patches)
 

@@ -72,8 +72,7 @@ def _properties() -> _Properties:
         return _Properties("CPU", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), 0, 0)
     nvml, handle = _nvml(gpu)
     name = nvml.nvmlDeviceGetName(handle)
-    memory = nvml.nvmlDeviceGetMemoryInfo(handle).total
-    return _Properties(name, memory, *nvml.nvmlDeviceGetCudaComputeCapability(handle))
+    return _Properties(name, _memory()[1], *nvml.nvmlDeviceGetCudaComputeCapability(handle))
 
 
 def _memory() -> tuple[int, int]:
@@ -83,8 +82,8 @@ def _memory() -> tuple[int, int]:
         page = os.sysconf("SC_PAGE_SIZE")
         return page * os.sysconf("SC_AVPHYS_PAGES"), page * os.sysconf("SC_PHYS_PAGES")
     nvml, handle = _nvml(gpu)
-    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-    return memory.free, memory.total
+    memory = nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
+    return memory.free, memory.total - memory.reserved  # CUDA does not count what the driver keeps
 
 
 def _nvml(gpu: devices.Device) -> tuple[Any, Any]:

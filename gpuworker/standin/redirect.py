@@ -40,12 +40,14 @@ class Redirect:
 
     :param at_rest: put in place what notices the first use of ``cuda`` where torch itself would not tell.
     :param in_use: put in place what is needed from then on.
+    :ivar in_use: the patches that are in place from the first use of ``cuda`` on; none before.
+    :ivar was_used: whether there was such a use, ever.
     """
 
     def __init__(self, at_rest: Sequence[Patcher], in_use: Sequence[Patcher]) -> None:
         self._patchers = at_rest, in_use
         self._at_rest = Patches()
-        self._in_use = Patches()
+        self.in_use = Patches()
         self._thread = threading.local()
         self._on_first_use: Callable[[], None] = lambda: None
         self._lazy_init: Callable[[], None] = lambda: None
@@ -72,24 +74,24 @@ class Redirect:
 
     def use(self) -> None:
         """Redirect from now on, in this thread and in those that it starts."""
-        if not self._in_use:
+        if not self.in_use:
             self.was_used = True
             self._patch_threads()
             self._catch_other_threads()
             for patch in self._patchers[1]:
-                patch(self, self._in_use)
+                patch(self, self.in_use)
             self._on_first_use()
         self.enter_thread()
 
     def enter_thread(self) -> None:
         """Redirect in this thread too, if the redirection is in use: torch has a stack of modes for each."""
-        if self._in_use and not hasattr(self._thread, "entered"):
+        if self.in_use and not hasattr(self._thread, "entered"):
             self._thread.entered = _Entered(_Mode(self))
 
     def remove(self) -> None:
         """Undo everything, in the thread that was the first to use it. The marks stay."""
         vars(self._thread).pop("entered", None)
-        self._in_use.remove()
+        self.in_use.remove()
         self._at_rest.remove()
 
     def mark(self, result: Any) -> Any:
@@ -130,7 +132,7 @@ class Redirect:
             self.enter_thread()
             bootstrap(thread)
 
-        self._in_use.put(threading.Thread, "_bootstrap_inner", bootstrap_redirected)
+        self.in_use.put(threading.Thread, "_bootstrap_inner", bootstrap_redirected)
 
     def _catch_other_threads(self) -> None:
         # A thread that ran before the first use has no mode, and torch calls _lazy_init once for all threads. What such
@@ -138,7 +140,7 @@ class Redirect:
         library = _torch.library.Library("aten", "IMPL")
         for name, make in (("empty.memory_format", _aten.empty.memory_format), ("empty_strided", _aten.empty_strided)):
             library.impl(name, functools.partial(self._enter_and_make, make), "CUDA")
-        self._in_use.on_removal(library._destroy)
+        self.in_use.on_removal(library._destroy)
 
     def _enter_and_make(self, make: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
         self.enter_thread()

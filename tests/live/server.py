@@ -273,9 +273,11 @@ def is_running(pid: int) -> bool:
     """Whether `pid` is there and not a zombie."""
     try:
         status = Path(f"/proc/{pid}/stat").read_text()
+        threads = len(os.listdir(f"/proc/{pid}/task"))
     except (FileNotFoundError, ProcessLookupError):
         return False
-    return status.rsplit(")", 1)[1].split()[0] not in "ZX"
+    # While a thread of it is still ending, a zombie has its files open.
+    return threads > 1 or status.rsplit(")", 1)[1].split()[0] not in "ZX"
 
 
 def marked_processes(mark: str) -> Iterator[int]:

@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import http.client
 import itertools
+import json
 import os
 import random
 import re
@@ -18,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from tests.live.server import Load, Server, is_running, marked_processes, wait_until
 
@@ -135,6 +138,12 @@ def shmem() -> int:
     return int(kib[1]) // 1024
 
 
+def private_memory(pid: int) -> int:
+    """MiB of one process that neither lie in a file nor are shared."""
+    kib = re.search(r"^RssAnon:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.M)
+    return int(kib[1]) // 1024 if kib else 0
+
+
 def pss(server: Server) -> float:
     """MiB of arbiter and workers, each page counted once."""
     kib = 0
@@ -228,6 +237,67 @@ def test_a_loader_that_fails_in_a_reload_hands_over(make_server: Make, tmp_path:
         server.wait_for_log(r"Slot \d cannot start, the old worker serves on")
         wait_until_each(server, 2, "/answer", lambda answer: answer["seed"] == 5)
     assert load.failures == []
+
+
+# Models of the field.
+
+
+def test_models_of_the_field_answer_what_they_do_in_a_plain_process(make_server: Make, tmp_path: Path) -> None:
+    expected = json.loads(run_python("import field, json; print(json.dumps(field.digests()))", tmp_path))
+    (tmp_path / "loads").unlink()
+    server = make_server("field:app", workers=2, env=ONE_THREAD, **ONE_DEVICE)
+    for pid, answer in ask_each(server, 2, "/digests").items():
+        assert answer == expected | {"pid": pid}
+    assert sorted(name for name, _ in loads(tmp_path)) == sorted(expected)
+
+
+def write_safetensors(tmp_path: Path, limit: int, megabytes: int = 1) -> Path:
+    """The weights of ``filed``."""
+    path = tmp_path / "weights.safetensors"
+    save_file({"weight": torch.linspace(-limit, limit, megabytes * 2**18).view(-1, 1024)}, path)
+    return path
+
+
+def test_a_safetensors_file_is_kept_until_it_changes(make_server: Make, tmp_path: Path) -> None:
+    def digests() -> set[str]:
+        return {answer["digest"] for answer in ask_each(server, 2, "/digest").values()}
+
+    write_safetensors(tmp_path, 1)
+    server = make_server("filed:app", workers=2, env=ONE_THREAD, **ONE_DEVICE)
+    first = digests()
+    reload(server)
+    assert digests() == first
+    assert len(loads(tmp_path)) == 1
+    path = write_safetensors(tmp_path, 2)
+    reload(server)
+    second = digests()
+    assert len(loads(tmp_path)) == 2
+    assert second == {run_python("import filed; print(filed.digest())", tmp_path)} != first
+    workers = server.worker_pids()
+    os.truncate(path, 0)  # a bus error for whoever has it mapped
+    assert digests() == second
+    assert server.worker_pids() == workers
+
+
+@one_after_the_other
+def test_a_safetensors_file_is_copied_once(make_server: Make, tmp_path: Path) -> None:
+    megabytes = 512
+    path = write_safetensors(tmp_path, 1, megabytes)
+    server = make_server("filed:app", workers=2, **ONE_DEVICE)
+    peaks: dict[int, int] = {}
+
+    def ready() -> bool:
+        assert server.process.poll() is None, server.log
+        for pid in server.worker_pids():
+            peaks[pid] = max(peaks.get(pid, 0), private_memory(pid))
+        return len(re.findall(r"Slot \d+ on .* ready", server.log)) == 2
+
+    wait_until(ready, "the workers")
+    path.unlink()
+    ((_, loader),) = loads(tmp_path)
+    other = private_memory(next(pid for pid in peaks if pid != loader))
+    # From the file, which is mapped, to the shared memory, and nowhere else.
+    assert peaks[loader] - other < megabytes / 4, (peaks, other)
 
 
 # Objects and names.
