@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from gunicorn.errors import HaltServer
 
+from gpuworker import process
 from gpuworker.arbiter import preload
 from gpuworker.arbiter.devices import Device, DeviceError, Devices, discover
 from gpuworker.arbiter.guard import guard
@@ -25,6 +26,9 @@ from gpuworker.settings import SettingError, Settings
 from gpuworker.status.scoreboard import Row, Scoreboard
 from gpuworker.weights.locks import Locks
 from gpuworker.weights.store import Store
+
+#: Seconds in which gunicorn closes up after a problem at the first start.
+HALT_GRACE = 2.0
 
 
 @dataclass(frozen=True)
@@ -157,13 +161,19 @@ def take_seat(worker: Any) -> Seat:
         if _arbiter is None:
             _arbiter = Arbiter(app_is_here=worker.cfg.preload_app)
     except PreloadError as error:
-        raise HaltServer(str(error), 1) from error
+        raise _halt(str(error)) from error
     except Exception as error:
-        raise HaltServer(f"gpuworker could not be set up: {error!r}", 1) from error
+        raise _halt(f"gpuworker could not be set up: {error!r}") from error
     seat = _arbiter.seat(worker)
     if first and seat.problem:
-        raise HaltServer(seat.problem, 1)
+        raise _halt(seat.problem)
     return seat
+
+
+def _halt(reason: str) -> HaltServer:
+    # A thread that the preloaded app started may never end, and Python would wait for it.
+    process.end_by_force(HALT_GRACE, 1)
+    return HaltServer(reason, 1)
 
 
 def _mark_stop_signals(board: Scoreboard) -> None:

@@ -42,7 +42,15 @@ def _patch_storages(redirect: Redirect, patches: Patches) -> None:
         marks.mark_storage(copy, redirect.origin())
         return copy
 
+    def clone(self: torch.UntypedStorage) -> torch.UntypedStorage:
+        copy: torch.UntypedStorage = clone_(self)
+        if marks.is_storage_marked(self):
+            marks.mark_storage(copy, marks.origin_of(self))
+        return copy
+
+    clone_: Any = torch.UntypedStorage.clone
     patches.put(torch.UntypedStorage, "to", to)
+    patches.put(torch.UntypedStorage, "clone", clone)  # of copy.deepcopy()
 
 
 def _patch_load(redirect: Redirect, patches: Patches) -> None:

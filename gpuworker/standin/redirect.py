@@ -9,6 +9,7 @@ that do not pass torch's dispatcher are patched.
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -76,6 +77,7 @@ class Redirect:
         if not self.in_use:
             self.was_used = True
             self._patch_threads()
+            self._catch_other_threads()
             for patch in self._patchers[1]:
                 patch(self, self.in_use)
             self._on_first_use()
@@ -83,15 +85,12 @@ class Redirect:
 
     def enter_thread(self) -> None:
         """Redirect in this thread too, if the redirection is in use: torch has a stack of modes for each."""
-        if self.in_use and not hasattr(self._thread, "mode"):
-            self._thread.mode = _Mode(self)
-            self._thread.mode.__enter__()
+        if self.in_use and not hasattr(self._thread, "entered"):
+            self._thread.entered = _Entered(_Mode(self))
 
     def remove(self) -> None:
         """Undo everything, in the thread that was the first to use it. The marks stay."""
-        mode = self._thread.__dict__.pop("mode", None)
-        if mode is not None:
-            _leave(mode)
+        vars(self._thread).pop("entered", None)
         self.in_use.remove()
         self._at_rest.remove()
 
@@ -135,6 +134,18 @@ class Redirect:
 
         self.in_use.put(threading.Thread, "_bootstrap_inner", bootstrap_redirected)
 
+    def _catch_other_threads(self) -> None:
+        # A thread that ran before the first use has no mode, and torch calls _lazy_init once for all threads. What such
+        # a thread makes on CUDA comes here instead, since nearly all factories begin with one of these.
+        library = _torch.library.Library("aten", "IMPL")
+        for name, make in (("empty.memory_format", _aten.empty.memory_format), ("empty_strided", _aten.empty_strided)):
+            library.impl(name, functools.partial(self._enter_and_make, make), "CUDA")
+        self.in_use.on_removal(library._destroy)
+
+    def _enter_and_make(self, make: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.enter_thread()
+        return make(*args, **kwargs)
+
 
 class _Mode(_python_dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Turns operations on ``cuda`` into operations on the CPU."""
@@ -152,6 +163,12 @@ class _Mode(_python_dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        if torch.is_inference_mode_enabled() and isinstance(func, torch._ops.OpOverload):
+            # As autograd does it otherwise. Or Tensor.to() would come here whole, and find that it has nothing to do.
+            with self:
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
         inputs = _tensors((args, kwargs))
         device = kwargs.get("device")
         if device is None:
@@ -185,6 +202,22 @@ def _is_written(func: Any) -> bool:
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+class _Entered:
+    """A mode in this thread, as long as this object lives, which is thread-local.
+
+    Left to itself, torch drops the mode when Python has joined the thread already, and aborts the process if by then
+    the interpreter is ending.
+    """
+
+    def __init__(self, mode: _Mode) -> None:
+        self._mode = mode
+        mode.__enter__()  # type: ignore[no-untyped-call]
+
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_finalizing():
+            _leave(self._mode)
 
 
 def _leave(mode: _Mode) -> None:

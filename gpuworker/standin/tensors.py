@@ -46,7 +46,10 @@ def patch_moves(redirect: Redirect, patches: Patches) -> None:
     def pin_memory(self: torch.Tensor, device: Any = None) -> torch.Tensor:
         return self.clone()  # what is pinned would be so for CUDA's sake only
 
-    for replacement in (to, cuda, new_tensor, new, pin_memory):
+    def type_as(self: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return self.to(other)
+
+    for replacement in (to, cuda, new_tensor, new, pin_memory, type_as):
         patches.put(
             torch.Tensor, replacement.__name__, functools.wraps(getattr(_Base, replacement.__name__))(replacement)
         )

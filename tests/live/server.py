@@ -196,9 +196,15 @@ class Server:
         return int(self.wait_for_log(r"Listening at: https?://127\.0\.0\.1:(\d+)")[0][1])
 
     def get(self, path: str, timeout: float = GENEROUS) -> tuple[int, bytes]:
+        return self._request("GET", path, timeout)
+
+    def post(self, path: str, body: bytes, kind: str) -> tuple[int, bytes]:
+        return self._request("POST", path, GENEROUS, body, {"Content-Type": kind})
+
+    def _request(self, method: str, path: str, timeout: float, *more: Any) -> tuple[int, bytes]:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)
         with contextlib.closing(connection):
-            connection.request("GET", path)
+            connection.request(method, path, *more)
             response = connection.getresponse()
             return response.status, response.read()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import http.client
 import io
 import json
 import os
@@ -33,13 +32,8 @@ def example() -> Any:
 
 
 def post(server: Server, body: bytes, kind: str) -> tuple[int, Any]:
-    connection = http.client.HTTPConnection("127.0.0.1", server.port)
-    try:
-        connection.request("POST", "/predict", body, {"Content-Type": kind})
-        response = connection.getresponse()
-        return response.status, json.loads(response.read())
-    finally:
-        connection.close()
+    status, answer = server.post("/predict", body, kind)
+    return status, json.loads(answer)
 
 
 def as_png(image: Any) -> bytes:
