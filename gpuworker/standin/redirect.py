@@ -212,11 +212,12 @@ class _Entered:
     """
 
     def __init__(self, mode: _Mode) -> None:
-        self._mode = mode
+        self._mode, self._thread = mode, threading.get_ident()
         mode.__enter__()  # type: ignore[no-untyped-call]
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not is_finalizing():
+        # After a fork the child's one thread clears up after the others.
+        if not is_finalizing() and threading.get_ident() == self._thread:
             _leave(self._mode)
 
 
