@@ -147,7 +147,7 @@ TWO_DEVICES = "cpu,cpu"
     ("app", "threads", "devices"),
     [
         ("reproduction:app", 1, TWO_DEVICES),
-        ("reproduction:app", 2, "cpu"),
+        ("pool:app", 2, "cpu"),
         ("language:app", 1, TWO_DEVICES),
         ("vision:app", 1, "cpu"),
         ("speech:app", 1, TWO_DEVICES),
