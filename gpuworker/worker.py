@@ -25,7 +25,7 @@ from gpuworker.cpus import granted_cpus, threads_of_worker
 from gpuworker.handover import may_leave, reload_failed
 from gpuworker.standin import redirect
 from gpuworker.status.scoreboard import Row
-from gpuworker.weights import share
+from gpuworker.weights import savings, share
 from gpuworker.weights.store import StoreError
 
 #: Seconds between two looks of an idle worker at whether it is old, and of an old one at whether it may leave.
@@ -143,7 +143,18 @@ class _CudaMixin(Worker):
     def run(self) -> None:
         """Serve requests."""
         self._boot.ready()
+        self._say_once_what_sharing_would_save()
         super().run()
+
+    def _say_once_what_sharing_would_save(self) -> None:
+        row, generation = self._seat.row, self._seat.generation
+        if self._seat.preloaded or (self.slot, row.generation, row.times_ready) != (0, 1, 1):
+            return
+        assert self._seat.device
+        assert generation.devices
+        own = savings.own_bytes(on_cpu=self._seat.device.is_cpu)
+        if text := savings.advice(own, self.cfg.workers, len(generation.devices.items)):
+            self.log.info(text)
 
     def notify(self) -> None:
         """Called between requests; here an old worker also looks whether it may go."""

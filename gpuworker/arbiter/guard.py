@@ -13,6 +13,7 @@ import os
 import sys
 import sysconfig
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -197,7 +198,8 @@ _LIBRARIES = (*_OURS, *(sysconfig.get_path(name) for name in ("stdlib", "purelib
 
 @functools.cache
 def _is_library(filename: str) -> bool:
-    return filename.startswith(_LIBRARIES)
+    # Packages may also lie outside this environment: of the system, of the user, of an environment below this one.
+    return filename.startswith(_LIBRARIES) or not {"site-packages", "dist-packages"}.isdisjoint(Path(filename).parts)
 
 
 guard = Guard()

@@ -157,15 +157,21 @@ def _held_by(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _refuse_what_cannot_move(tensors: list[torch.Tensor]) -> None:
-    for tensor in tensors:
-        if tensor.layout not in (torch.strided, torch.sparse_coo) or tensor.is_quantized or _is_wrapper(tensor):
-            kind = type(tensor).__name__ if _is_wrapper(tensor) else tensor.layout
-            raise PreloadError(f"{_name_of(tensor)} ({kind}) cannot be moved to the GPU after the fork. {_REMEDY}")
-        if tensor.grad_fn is not None and any(map(marks.is_marked, _saved_by(tensor.grad_fn))):
-            raise PreloadError(
-                f"{_name_of(tensor)} was computed with gradients, and autograd keeps tensors for its backward that "
-                f"cannot move to the GPU after the fork: compute it under torch.no_grad(), or .detach() it. {_REMEDY}"
-            )
+    odd = [tensor for tensor in tensors if _is_of_an_odd_kind(tensor)]
+    if odd:
+        name, tensor = _named(odd)
+        kind = type(tensor).__name__ if tensor.layout is torch.strided else tensor.layout
+        raise PreloadError(f"{name} ({kind}) cannot be moved to the GPU after the fork. {_REMEDY}")
+    computed = [tensor for tensor in tensors if any(map(marks.is_marked, _saved_by(tensor.grad_fn)))]
+    if computed:
+        raise PreloadError(
+            f"{_named(computed)[0]} was computed with gradients, and autograd keeps tensors for its backward that "
+            f"cannot move to the GPU after the fork: compute it under torch.no_grad(), or .detach() it. {_REMEDY}"
+        )
+    _refuse_what_is_hidden(tensors)
+
+
+def _refuse_what_is_hidden(tensors: list[torch.Tensor]) -> None:
     seen = {storage._cdata for tensor in tensors for storage in marks.storages_of(tensor)}
     for storage in marks.living_storages():
         if storage._cdata not in seen:
@@ -176,8 +182,9 @@ def _refuse_what_cannot_move(tensors: list[torch.Tensor]) -> None:
             )
 
 
-def _is_wrapper(tensor: torch.Tensor) -> bool:
-    return hasattr(tensor, "__tensor_flatten__")
+def _is_of_an_odd_kind(tensor: torch.Tensor) -> bool:
+    of_parts = hasattr(tensor, "__tensor_flatten__")
+    return of_parts or tensor.is_quantized or tensor.layout not in (torch.strided, torch.sparse_coo)
 
 
 def _saved_by(function: Any) -> Iterator[torch.Tensor]:
@@ -231,26 +238,34 @@ def _is_written_to(storage: torch.UntypedStorage) -> bool:
     return storage.nbytes() < SMALL_BUFFER or not bytes_of(storage).any()
 
 
-def _name_of(tensor: torch.Tensor) -> str:
-    """The way to `tensor` from the globals of a module, as one writes it."""
+def _named(tensors: list[torch.Tensor]) -> tuple[str, torch.Tensor]:
+    """The first of `tensors` that the app has a name for, and that name."""
+    for tensor in tensors:
+        if way := _way_to(tensor):
+            return way, tensor
+    first = tensors[0]
+    origin = marks.origin_of(marks.storages_of(first)[0])
+    return f"A tensor of size {tuple(first.size())}, from {origin},", first
+
+
+def _way_to(tensor: torch.Tensor) -> str:
+    """The way to `tensor` from the globals of a module, as one writes it; empty if it is too far."""
     level: list[tuple[object, str]] = [(tensor, "")]
     seen = {id(tensor), id(level)}
     for _ in range(_DEPTH):
         above: list[tuple[object, str]] = []
+        seen.update((id(level), id(above)))
         for obj, way in level:
             for holder in gc.get_referrers(obj):
-                if id(holder) in seen or isinstance(holder, types.FrameType):
+                step = None if isinstance(holder, types.FrameType) else _step(holder, obj)
+                if id(holder) in seen or step is None:
                     continue
                 seen.add(id(holder))
-                name = _module_of_globals(holder)
-                step = _step(holder, obj)
-                if name and step:
+                if name := _module_of_globals(holder):
                     return f"{name}{step}{way}"
-                if holder is not level and step is not None:
-                    above.append((holder, step + way))
-        seen.update((id(level), id(above)))
+                above.append((holder, step + way))
         level = above
-    return f"a tensor of size {tuple(tensor.size())}, from {marks.origin_of(marks.storages_of(tensor)[0])}"
+    return ""
 
 
 def _module_of_globals(holder: object) -> str:

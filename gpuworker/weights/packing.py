@@ -378,17 +378,32 @@ def tensor_over(
 
     :param metadata: of ``torch._utils.get_tensor_metadata``: whether it is read conjugated or negated.
     """
-    kind = dtype, storage.device
+    return _placed(_empty(dtype, storage.device).data, storage, offset, size, stride, metadata)
+
+
+def _parameter(storage: torch.UntypedStorage, dtype: torch.dtype, *place: Any) -> torch.Tensor:
+    parameter = _make_subclass(torch.nn.Parameter, _empty(dtype, storage.device), False)
+    return _placed(parameter, storage, *place)
+
+
+_make_subclass = torch.Tensor._make_subclass
+
+
+def _empty(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    kind = dtype, device
     if kind not in _EMPTY:
-        _EMPTY[kind] = torch.empty(0, dtype=dtype, device=storage.device)
-    tensor = _EMPTY[kind].data.set_(storage, offset, size, stride)
+        _EMPTY[kind] = torch.empty(0, dtype=dtype, device=device)
+    return _EMPTY[kind]
+
+
+def _placed(
+    tensor: Any, storage: Any, offset: int, size: Any, stride: Any, metadata: dict[str, bool] | None = None
+) -> torch.Tensor:
+    """`tensor`, put over `storage`."""
+    tensor.set_(storage, offset, size, stride)
     if metadata:
         _torch._utils.set_tensor_metadata(tensor, metadata)
-    return tensor
-
-
-def _parameter(*args: Any) -> torch.Tensor:
-    return torch.Tensor._make_subclass(torch.nn.Parameter, tensor_over(*args), False)
+    return tensor  # type: ignore[no-any-return]
 
 
 def _parameter_of(kind: type[torch.Tensor], data: torch.Tensor, state: Any) -> torch.Tensor:
