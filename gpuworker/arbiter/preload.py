@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from gpuworker.arbiter.guard import guard, line_of_the_app, place_in_the_app
+from gpuworker.arbiter.guard import guard, line_of_the_app, place_in_the_app, place_of_function
 from gpuworker.standin import marks, redirect
 from gpuworker.weights.packing import SMALL_BUFFER, flatten, script_tensors
 from gpuworker.weights.staging import bytes_of
@@ -101,6 +101,8 @@ def _refuse_threads() -> None:
     frames = sys._current_frames()
     for thread in threading.enumerate():
         place = place_in_the_app(frames.get(thread.ident or 0), only_own=True)
+        if isinstance(thread, threading.Timer):
+            place = place_of_function(thread.function)
         if place and thread is not threading.main_thread():
             raise PreloadError(
                 f"The app started a thread ({thread.name}) that is still running, and would be lost in the workers, "
