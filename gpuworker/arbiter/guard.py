@@ -192,6 +192,12 @@ def place_in_the_app(frame: FrameType | None, *, only_own: bool = False) -> tupl
     return None if only_own else outside
 
 
+def place_of_function(function: object) -> tuple[str, int] | None:
+    """File and line of `function`, if it is the app's own."""
+    code = getattr(function, "__code__", None)
+    return None if code is None or _is_library(code.co_filename) else (code.co_filename, code.co_firstlineno)
+
+
 _OURS = (*(os.path.dirname(str(module.__file__)) for module in (driver, torch, gunicorn)), "<")
 _LIBRARIES = (*_OURS, *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib", "scripts")))
 

@@ -6,6 +6,7 @@ found here get their memory from the device in every worker, the very same objec
 
 from __future__ import annotations
 
+import concurrent.futures.thread
 import gc
 import os
 import sys
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 
-from gpuworker.arbiter.guard import guard, line_of_the_app, place_in_the_app
+from gpuworker.arbiter.guard import guard, line_of_the_app, place_in_the_app, place_of_function
 from gpuworker.standin import marks, redirect
 from gpuworker.weights.packing import SMALL_BUFFER, flatten, script_tensors
 from gpuworker.weights.staging import bytes_of
@@ -28,6 +29,8 @@ class PreloadError(RuntimeError):
 
 
 _REMEDY = "Load the model with gpuworker.share(), or start gunicorn without --preload."
+#: What the threads of a ``ThreadPoolExecutor`` run.
+_POOL_THREAD = concurrent.futures.thread._worker.__code__
 #: How far from a module's globals a tensor is looked for, to name it.
 _DEPTH = 8
 
@@ -78,6 +81,7 @@ def finish(*, app_is_here: bool) -> Preloaded | None:
     redirect.remove()
     if app_is_here:
         _refuse_threads()
+        _renew_pools()
     if not was_used:
         return None
     with _unfrozen():
@@ -97,12 +101,25 @@ def _refuse_threads() -> None:
     frames = sys._current_frames()
     for thread in threading.enumerate():
         place = place_in_the_app(frames.get(thread.ident or 0), only_own=True)
+        if isinstance(thread, threading.Timer):
+            place = place_of_function(thread.function)
         if place and thread is not threading.main_thread():
             raise PreloadError(
                 f"The app started a thread ({thread.name}) that is still running, and would be lost in the workers, "
                 f'which are forked now:\n  File "{place[0]}", line {place[1]}\n'
                 "Start it in the post_worker_init hook or in the first request, or start gunicorn without --preload."
             )
+
+
+def _renew_pools() -> None:
+    """Let pools of the app start threads anew in the workers, which would wait for idle ones that the fork loses."""
+    for frame in sys._current_frames().values():
+        while frame.f_code is not _POOL_THREAD and frame.f_back:
+            frame = frame.f_back
+        pool = frame.f_locals["executor_reference"]() if frame.f_code is _POOL_THREAD else None
+        if pool is not None:
+            pool._threads = set()
+            pool._idle_semaphore = threading.Semaphore(0)
 
 
 class _unfrozen:

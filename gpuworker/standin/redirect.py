@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -138,8 +139,10 @@ class Redirect:
         # A thread that ran before the first use has no mode, and torch calls _lazy_init once for all threads. What such
         # a thread makes on CUDA comes here instead, since nearly all factories begin with one of these.
         library = _torch.library.Library("aten", "IMPL")
-        for name, make in (("empty.memory_format", _aten.empty.memory_format), ("empty_strided", _aten.empty_strided)):
-            library.impl(name, functools.partial(self._enter_and_make, make), "CUDA")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of older versions of torch, that there is one already
+            for make in (_aten.empty.memory_format, _aten.empty_strided.default):
+                library.impl(make, functools.partial(self._enter_and_make, make), "CUDA")
         self.in_use.on_removal(library._destroy)
 
     def _enter_and_make(self, make: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -212,11 +215,12 @@ class _Entered:
     """
 
     def __init__(self, mode: _Mode) -> None:
-        self._mode = mode
+        self._mode, self._thread = mode, threading.get_ident()
         mode.__enter__()  # type: ignore[no-untyped-call]
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not is_finalizing():
+        # After a fork the child's one thread clears up after the others.
+        if not is_finalizing() and threading.get_ident() == self._thread:
             _leave(self._mode)
 
 

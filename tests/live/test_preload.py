@@ -172,6 +172,10 @@ def test_what_could_be_saved_is_said_once(make_server: Make, tmp_path: Path) -> 
 
 
 REFUSED = {
+    "a timer": (
+        "import threading\ndef work(): pass\ntimer = threading.Timer(600, work)\ntimer.daemon = True\ntimer.start()",
+        r"The app started a thread .* would be lost .*\n  File \"{app}\", line \d+",
+    ),
     "a thread": (
         "import threading, time\ndef work():\n    time.sleep(600)\nthreading.Thread(target=work, daemon=True).start()",
         r"The app started a thread .* would be lost .*\n  File \"{app}\", line \d+",

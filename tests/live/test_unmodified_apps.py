@@ -124,6 +124,12 @@ def check(server: Server, result: Any) -> None:
         assert answer == {"result": result, "devices": ["cuda:0"], "is_cuda": True}, server.log
 
 
+def stop(server: Server) -> None:
+    """Without an accident in any process."""
+    assert server.stop() == 0
+    assert not re.search(r"Traceback|SIGABRT|SIGSEGV|terminate called", server.log), server.log
+
+
 def imports(tmp_path: Path) -> list[int]:
     """The processes that imported the app."""
     return [int(pid) for pid in (tmp_path / "imports").read_text().split()]
@@ -141,7 +147,7 @@ TWO_DEVICES = "cpu,cpu"
     ("app", "threads", "devices"),
     [
         ("reproduction:app", 1, TWO_DEVICES),
-        ("reproduction:app", 2, "cpu"),
+        ("pool:app", 2, "cpu"),
         ("language:app", 1, TWO_DEVICES),
         ("vision:app", 1, "cpu"),
         ("speech:app", 1, TWO_DEVICES),
@@ -161,6 +167,7 @@ def test_a_preloaded_app_shares_its_model(
     check(server, result)
     assert imports(tmp_path) == [server.pid]
     assert arenas(server) == len(devices.split(","))
+    stop(server)
 
 
 @pytest.mark.parametrize(
@@ -184,6 +191,7 @@ def test_an_app_that_each_worker_imports(
     check(server, result)
     assert sorted(imports(tmp_path)) == sorted(server.worker_pids())
     assert arenas(server) == 0
+    stop(server)
 
 
 def test_a_preloaded_app_that_imports_its_model_in_a_request(
@@ -194,6 +202,7 @@ def test_a_preloaded_app_that_imports_its_model_in_a_request(
     check(server, result)
     assert sorted(imports(tmp_path)) == sorted(server.worker_pids())
     assert arenas(server) == 0
+    stop(server)
 
 
 @pytest.mark.parametrize("thread", ["a daemon", "not a daemon"])
