@@ -151,7 +151,8 @@ class _CudaMixin(Worker):
             redirect.use()
 
     def _say_once_that_there_is_no_gpu(self) -> None:
-        if self.slot == 0:
+        row = self.seat.row
+        if (self.slot, row.generation, row.times_ready) == (0, 1, 0):
             self.log.warning(
                 "The app uses cuda, and this server runs on the CPU: what it puts on cuda stays in the memory of the "
                 "machine and only claims to be on cuda:0. This stands in for a GPU in development."
