@@ -131,3 +131,34 @@ def test_kills_under_load_cost_the_requests_of_the_killed(make_server: Make, tmp
     assert len(loads(tmp_path)) == 1
     assert memfds(server) == memory
     assert len(outs) <= 1
+
+
+LOST = """
+import os
+from pathlib import Path
+from where import app
+import gpuworker
+from gpuworker.context import DeviceUnavailableError
+
+home = Path(os.environ["HOME"])
+if gpuworker.slot() == 1 and (home / "lost").exists():
+    with (home / "tries").open("a") as tries:
+        tries.write("x")
+    raise DeviceUnavailableError("CUDA does not start on device 1: it has fallen off the bus.")
+"""
+
+
+def test_a_lost_device_is_said_once_and_its_neighbour_serves(make_server: Make, tmp_path: Path) -> None:
+    (tmp_path / "losing.py").write_text(LOST)
+    server = make_server("losing:app", devices="cpu,cpu")
+    workers = server.wait_for_workers(2)
+    lost, tries = tmp_path / "lost", tmp_path / "tries"
+    lost.touch()
+    with Load(server, clients=1) as load:
+        kill(workers[1].pid)
+        wait_until(lambda: tries.exists() and len(tries.read_text()) >= 3, "three tries")
+    assert len(load.failures) <= 1, load.failures
+    assert server.log.count("has fallen off the bus") == 1
+    assert "Traceback" not in server.log
+    lost.unlink()
+    server.wait_for_workers(2)
