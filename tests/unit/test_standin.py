@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import io
+import os
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any
 
 import numpy
 import pytest
+import safetensors.torch
 import torch
 
 from gpuworker.standin import marks, redirect
@@ -65,6 +68,13 @@ def saved(*args: Any) -> io.BytesIO:
     return file
 
 
+def safely_loaded(device: str) -> torch.Tensor:
+    with tempfile.TemporaryDirectory() as directory:
+        path = os.path.join(directory, "x.safetensors")
+        safetensors.torch.save_file({"x": torch.ones(3)}, path)
+        return safetensors.torch.load_file(path, device=device)["x"]
+
+
 def scripted(module: torch.nn.Module) -> io.BytesIO:
     file = io.BytesIO()
     torch.jit.save(torch.jit.script(module), file)
@@ -109,6 +119,7 @@ def x() -> torch.Tensor:
 
 WAYS: dict[str, Callable[[], torch.Tensor]] = {
     ".cuda()": lambda: torch.ones(3).cuda(),
+    "safetensors": lambda: safely_loaded("cuda"),
     ".cuda(0)": lambda: torch.ones(3).cuda(0, non_blocking=True),
     ".to(str)": lambda: torch.ones(3).to("cuda"),
     ".to(index)": lambda: torch.ones(3).to("cuda:0", torch.half),
