@@ -18,8 +18,8 @@ _Base: Any = _torch._C.TensorBase
 _builtins: Any = _torch.jit._builtins
 _overrides: Any = _torch.overrides
 _device_module: Any = _torch.utils._device
-#: They copy from the CPU to the device inside C++, where no mode sees it.
 _LAYOUTS = ("coo", "csr", "csc", "bsr", "bsc", "compressed")
+#: They copy from the CPU to the device inside C++, where no mode sees it.
 _FACTORIES = ("tensor", "as_tensor", "asarray", *(f"sparse_{layout}_tensor" for layout in _LAYOUTS))
 #: They may be told to pin their memory, for which C++ starts CUDA before any mode sees it.
 _PINNED = ("empty", "empty_like", "empty_strided", "zeros", "zeros_like", "ones", "ones_like", "full", "rand", "randn")
