@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Protocol
 
+from gpuworker.process import NOBODY
 from gpuworker.status.scoreboard import Row, Scoreboard
 
 
@@ -43,11 +44,19 @@ class SlotTable:
 
     def take(self, worker: Holder, generation: int) -> Row:
         """Give `worker` the lowest slot that no worker of `generation` holds, as a row of the scoreboard."""
-        self._held = [(holder, row) for holder, row in self._held if not _reaped(holder)]
+        self._forget_the_reaped()
         slot = lowest_free({row.slot for _, row in self._held if row.generation == generation})
         row = self._row(generation, slot)
         self._held.append((worker, row))
         return row
+
+    def _forget_the_reaped(self) -> None:
+        held, self._held = self._held, []
+        for holder, row in held:
+            if _reaped(holder):
+                row.pid = NOBODY
+            else:
+                self._held.append((holder, row))
 
     def _row(self, generation: int, slot: int) -> Row:
         rows = list(self._board.rows())

@@ -32,7 +32,7 @@ class Row(ctypes.Structure):
     """One slot of one generation; it keeps its counts when one worker follows another in the slot.
 
     :ivar generation: counted from 1; 0 in a row never used.
-    :ivar pid: of the worker; 0 between the preparation in the arbiter and the fork.
+    :ivar pid: of the worker; 0 between the preparation in the arbiter and the fork; NOBODY some time after its end.
     :ivar times_ready: how many workers of this slot and generation came to serve.
     :ivar failures: boot failures since one last did.
     :ivar deadline: when loading has to be over, in seconds of the monotonic clock; 0 while none is due.

@@ -107,6 +107,10 @@ def test_a_process_that_does_not_exist(no_process: int) -> None:
 
 
 def test_a_process_of_another_user_exists(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_was_reaped_does_not_exist() -> None:
+    assert not exists(NOBODY)
+
+
     def refuse(pid: int, number: int) -> None:
         raise PermissionError(1, "Operation not permitted")
 
