@@ -73,6 +73,19 @@ class _CudaMixin(Worker):
             if value == os.getpid():
                 guard.enter_worker()
 
+    @property
+    def age(self) -> int:
+        """Number of the worker in the life of the server.
+
+        From gunicorn 25 on the arbiter, deaf to signals, waits in ``reload()`` while it has workers older than the
+        reload. When it was told to stop it has none.
+        """
+        return sys.maxsize if self._seat.board.stopping else self._age
+
+    @age.setter
+    def age(self, value: int) -> None:
+        self._age = value
+
     # In the worker.
 
     def init_process(self) -> None:
@@ -173,11 +186,26 @@ class _CudaMixin(Worker):
             look_again = True
         self._next_sweep = time.monotonic() + IDLE_POLL if look_again else math.inf
 
+    @property
+    def max_requests(self) -> int:
+        """After how many requests gunicorn has this worker leave; never, while it waits for its successor.
+
+        Else the old workers would be gone one by one, and new ones that cannot start in their place.
+        """
+        waits = self._is_old() and not may_leave(*self._hand_over_state())
+        return sys.maxsize if waits else self._max_requests
+
+    @max_requests.setter
+    def max_requests(self, value: int) -> None:
+        self._max_requests = value
+
     def handle_exit(self, sig: int, frame: Any) -> None:
         """SIGTERM: leave after this request, or, after a HUP, when the new worker of the slot is ready."""
         if self.booted:
-            # If the reload has failed, it is over, and the signal is meant for this worker.
-            self._leave_if_not_needed(at_once=reload_failed(*self._hand_over_state()))
+            # If the reload has failed, it is over, and the signal is meant for this worker. It has to have failed
+            # before the request at hand: the signal may be as old. (One that is meant comes again.)
+            over = self._failed_reload == self._seat.board.newest_generation
+            self._leave_if_not_needed(at_once=over and reload_failed(*self._hand_over_state()))
         elif self.alive:
             self.alive = False
             sys.exit(0)
@@ -201,7 +229,9 @@ class _CudaMixin(Worker):
         newest = self._seat.board.newest_generation
         if self._failed_reload != newest and reload_failed(*self._hand_over_state()):
             self._failed_reload = newest
-            self.log.error("The reload failed, no new worker lives: slot %d serves on until the next HUP", self.slot)
+            besides = " and ignores --max-requests" if self.cfg.max_requests else ""
+            message = "The reload failed, no new worker lives: slot %d serves on until the next HUP%s"
+            self.log.error(message, self.slot, besides)
 
     def _hand_over_state(self) -> tuple[Row, int, Iterable[Row]]:
         board = self._seat.board
