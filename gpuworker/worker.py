@@ -22,14 +22,14 @@ from gpuworker.arbiter.guard import guard
 from gpuworker.boot import Boot, BootError
 from gpuworker.context import CudaContext
 from gpuworker.cpus import granted_cpus, threads_of_worker
-from gpuworker.handover import may_leave, reload_failed
+from gpuworker.handover import POLL, may_leave, reload_failed
 from gpuworker.standin import redirect
 from gpuworker.status.scoreboard import Row
 from gpuworker.weights import savings, share
 from gpuworker.weights.store import StoreError
 
-#: Seconds between two looks of an idle worker at whether it is old, and of an old one at whether it may leave.
-IDLE_POLL, HANDOVER_POLL = 2.0, 0.1
+#: Seconds between two looks of an idle worker at whether it is old.
+IDLE_POLL = 2.0
 
 
 class _CudaMixin(Worker):
@@ -217,8 +217,8 @@ class _CudaMixin(Worker):
     def _leave_if_not_needed(self, at_once: bool = False) -> None:
         if not self.alive:
             return
-        if self._orphaned():
-            # Nobody is left to kill this process if its request never ends.
+        if self._orphaned() or self._seat.board.room_for > self._seat.generation.number:
+            # Nobody kills this process if its request never ends.
             process.end_by_force(self.cfg.graceful_timeout, 1)
         elif not (at_once or self._seat.board.stopping or may_leave(*self._hand_over_state())):
             self._say_once_that_the_reload_failed()
@@ -261,7 +261,7 @@ class CudaWorker(_CudaMixin, SyncWorker):
 
     def wait(self, timeout: float) -> Any:
         """Wait for a connection, but not for long: neither a reload nor a successor that is ready gives a sign."""
-        limit = min(timeout, HANDOVER_POLL if self._is_old() else IDLE_POLL)
+        limit = min(timeout, POLL if self._is_old() else IDLE_POLL)
         return super().wait(limit)  # type: ignore[arg-type]  # a float in gunicorn, too
 
 

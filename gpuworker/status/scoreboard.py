@@ -63,12 +63,14 @@ class _Header(ctypes.Structure):
         ("ever_ready", ctypes.c_uint32),
         ("stopping", ctypes.c_uint32),
         ("explained", ctypes.c_uint32),
+        ("room_for", ctypes.c_uint32),
     )
     used: int
     newest_generation: int
     ever_ready: int
     stopping: int
     explained: int
+    room_for: int
 
 
 class Scoreboard:
@@ -109,6 +111,15 @@ class Scoreboard:
     def mark_stopping(self) -> None:
         """Note that the server shuts down; called in a signal handler."""
         self._header.stopping = 1
+
+    @property
+    def room_for(self) -> int:
+        """The generation that waits for the memory of all older ones; set by its workers."""
+        return self._header.room_for
+
+    @room_for.setter
+    def room_for(self, generation: int) -> None:
+        self._header.room_for = generation
 
     @property
     def explained(self) -> bool:

@@ -15,6 +15,7 @@ from gpuworker.arbiter.prefork import Seat
 from gpuworker.arbiter.preload import Preloaded
 from gpuworker.boot import Boot
 from gpuworker.weights import preloaded
+from gpuworker.handover import make_room
 from gpuworker.weights.arena import Arena
 from gpuworker.weights.content import attach, load
 from gpuworker.weights.cpu import CpuArena
@@ -159,10 +160,22 @@ def enter_worker(seat: Seat, log: Any, boot: Boot, *, reloading: bool = False) -
         restart_clock=boot.restart_clock,
         reloading=reloading,
     )
+        make_room=functools.partial(_make_room, seat, log),
 
 
 def bind_proxies() -> None:
     """Attach what a preloaded app shared while the arbiter imported it."""
+def _make_room(seat: Seat, log: Any) -> None:
+    """Before a load: where the operator asked for it, let the old workers go first, and then their weights."""
+    board, generation = seat.board, seat.generation
+    if generation.settings.reload != "recreate":
+        return
+    if board.room_for < generation.number and min(board.living_generations()) < generation.number:
+        log.info("The old workers leave before new weights are loaded (GPUWORKER_RELOAD=recreate)")
+    make_room(board, generation.number)
+    drop_unused()
+
+
     assert _registry.session
     waiting, _registry.waiting = _registry.waiting, []
     for spec in waiting:
@@ -257,6 +270,8 @@ def _obtain(session: Session, spec: Spec) -> Any:
         if shared is None:
             with session.load_lock(spec.name):
                 shared = attach(session, spec, key)
+            # Without the lock: an old worker may be loading, and have to be ready before it leaves.
+            session.make_room()
                 if shared is None:
                     load(session, spec, key)
                     session.arena.trim()

@@ -267,3 +267,56 @@ def test_every_way_of_being_broken(make_server: Make, tmp_path: Path) -> None:
         go_on(load)
     assert load.failures == []
     server.wait_for_workers(2)
+
+
+# GPUWORKER_RELOAD=recreate
+
+
+def recreating(**more: str) -> dict[str, str]:
+    return {"GPUWORKER_RELOAD": "recreate", **more}
+
+
+def test_the_old_workers_and_their_weights_go_before_new_ones_are_loaded(
+    make_server: Make, tmp_path: Path, gunicorn: Path | None
+) -> None:
+    server = make_server("shares:app", env=recreating(), devices="cpu", gunicorn=gunicorn)
+    old = set(ask_each(server, 2))
+    before = memfds(server)
+    (tmp_path / "hang").touch()
+    with Load(server, path="/answer") as load:
+        hup(server)
+        wait_until(lambda: len(loads(tmp_path)) == 2, "the new load")
+        assert not any(map(is_running, old))
+        assert parked_fds(server) == 0
+        assert not memfds(server) & before
+        (tmp_path / "hang").unlink()
+        go_on(load)
+    assert load.failures == [], "they waited"
+    assert not old & set(ask_each(server, 2))
+
+
+def test_nobody_goes_for_weights_that_are_kept_or_code_that_is_broken(make_server: Make, tmp_path: Path) -> None:
+    app = tmp_path / "fragile.py"
+    app.write_text(FRAGILE)
+    (tmp_path / "weights").write_text("1")
+    server = make_server("fragile:app", "--graceful-timeout", "1", env=recreating()).wait_ready()
+    with Load(server) as load:
+        app.write_text(FRAGILE + "def broken(:\n")
+        old = hup(server)
+        wait_for_failure(server, old, 2)
+        app.write_text(FRAGILE)
+        hup(server)
+        wait_until_gone(server, old)
+        go_on(load)
+    assert load.failures == []
+    assert "The old workers leave before" not in server.log
+
+
+def test_a_request_that_does_not_end_is_given_the_graceful_timeout(make_server: Make, tmp_path: Path) -> None:
+    server = make_server("shares:app", "--graceful-timeout", "2", env=recreating(), config=TAKEN_UP, devices="cpu")
+    server.wait_ready()
+    with endless_request(server):
+        wait_until_gone(server, hup(server))
+    ask_each(server, 2)
+    assert len(loads(tmp_path)) == 2
+    assert parked_fds(server) == FDS_OF_AN_OBJECT
