@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, TypeVar, overload
 
 from werkzeug.local import LocalProxy
@@ -14,8 +15,8 @@ from gpuworker.arbiter.guard import guard, line_of_the_app
 from gpuworker.arbiter.prefork import Seat
 from gpuworker.arbiter.preload import Preloaded
 from gpuworker.boot import Boot
-from gpuworker.weights import preloaded
 from gpuworker.handover import make_room
+from gpuworker.weights import preloaded
 from gpuworker.weights.arena import Arena
 from gpuworker.weights.content import attach, load
 from gpuworker.weights.cpu import CpuArena
@@ -100,7 +101,8 @@ def share(
     :param version: a value, or a function of no arguments that returns one, which says the same.
     :param mutable: all tensors are writable and common to all workers; see :func:`lock`.
     :param private: patterns (``fnmatch``) of names of tensors that every worker gets a copy of: ``"head.*"``.
-    :param warmup: called with the object in each worker before its first request.
+    :param warmup: called with the object in each worker before its first request: for first kernels, ``torch.compile``,
+        caches. If it raises, the worker does not start.
     :raises ShareError: for a loader without a name, and for two loaders of one name.
     :raises PackingError: for an object that cannot be passed to another process.
     """
@@ -158,13 +160,11 @@ def enter_worker(seat: Seat, log: Any, boot: Boot, *, reloading: bool = False) -
         log=log,
         timed=boot.timed,
         restart_clock=boot.restart_clock,
+        make_room=functools.partial(_make_room, seat, log),
         reloading=reloading,
     )
-        make_room=functools.partial(_make_room, seat, log),
 
 
-def bind_proxies() -> None:
-    """Attach what a preloaded app shared while the arbiter imported it."""
 def _make_room(seat: Seat, log: Any) -> None:
     """Before a load: where the operator asked for it, let the old workers go first, and then their weights."""
     board, generation = seat.board, seat.generation
@@ -176,6 +176,8 @@ def _make_room(seat: Seat, log: Any) -> None:
     drop_unused()
 
 
+def bind_proxies() -> None:
+    """Attach what a preloaded app shared while the arbiter imported it."""
     assert _registry.session
     waiting, _registry.waiting = _registry.waiting, []
     for spec in waiting:
@@ -268,13 +270,14 @@ def _obtain(session: Session, spec: Spec) -> Any:
         key = key_of(session, spec)
         shared = attach(session, spec, key)
         if shared is None:
-            with session.load_lock(spec.name):
-                shared = attach(session, spec, key)
             # Without the lock: an old worker may be loading, and have to be ready before it leaves.
             session.make_room()
+            with session.load_lock(spec.name):
+                shared = attach(session, spec, key)
                 if shared is None:
                     load(session, spec, key)
                     session.arena.trim()
                     shared = attach(session, spec, key)
                     assert shared is not None
+    with session.timed("warm-up") if spec.warmup else nullcontext():
         return _warm(spec, _remember(spec, shared))

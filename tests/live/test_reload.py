@@ -320,3 +320,68 @@ def test_a_request_that_does_not_end_is_given_the_graceful_timeout(make_server: 
     ask_each(server, 2)
     assert len(loads(tmp_path)) == 2
     assert parked_fds(server) == FDS_OF_AN_OBJECT
+
+
+# Warm-up.
+
+WARMED = """
+import os
+import time
+from pathlib import Path
+import torch
+import gpuworker
+import where
+app = where.app
+home = Path(os.environ["HOME"])
+
+def warm(net):
+    assert isinstance(net, torch.nn.Linear)
+    with (home / "warmed").open("a") as warmed:
+        warmed.write(f"{os.getpid()}\\n")
+    while (home / "hang").exists():
+        time.sleep(0.1)
+    if (home / "fail").exists():
+        raise ValueError("no warm-up today")
+    net(torch.ones(1, 64))
+    time.sleep(0.05)
+
+@gpuworker.share(version=1, warmup=warm)
+def net():
+    return torch.nn.Linear(64, 64).eval()
+"""
+
+
+@pytest.mark.parametrize("args", [(), ("--preload",)], ids=["import", "preload"])
+def test_a_worker_serves_when_it_is_warm(make_server: Make, tmp_path: Path, args: tuple[str, ...]) -> None:
+    (tmp_path / "warmed.py").write_text(WARMED)
+    server = make_server("warmed:app", "--graceful-timeout", "1", *args, devices="cpu").wait_ready()
+    workers = server.worker_pids()
+    assert sorted(map(int, (tmp_path / "warmed").read_text().split())) == sorted(workers)
+    times = re.findall(r"ready in ([\d.]+) s: .*weights ([\d.]+) s, warm-up ([\d.]+) s$", server.log, re.M)
+    assert len(times) == 2
+    assert all(float(total) > float(warm) > 0.05 for total, _, warm in times)
+    assert min(float(weights) for _, weights, _ in times) < 0.05, "one of them did not load"
+    with Load(server) as load:
+        (tmp_path / "hang").touch()
+        hup(server)
+        wait_until(lambda: (tmp_path / "warmed").read_text().count("\n") == 4, "the new workers to warm up")
+        go_on(load)
+        assert workers <= server.worker_pids()
+        (tmp_path / "fail").touch()
+        (tmp_path / "hang").unlink()
+        wait_for_failure(server, workers, 2)
+        assert "no warm-up today" in server.log
+        go_on(load)
+        (tmp_path / "fail").unlink()
+        hup(server)
+        wait_until_gone(server, workers)
+    assert load.failures == []
+
+
+def test_a_failing_warm_up_is_a_failing_start(make_server: Make, tmp_path: Path) -> None:
+    (tmp_path / "warmed.py").write_text(WARMED)
+    (tmp_path / "fail").touch()
+    server = make_server("warmed:app")
+    assert server.wait() == 3
+    assert server.log.count("Traceback") == 1
+    assert "no warm-up today" in server.log
