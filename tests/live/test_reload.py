@@ -385,3 +385,72 @@ def test_a_failing_warm_up_is_a_failing_start(make_server: Make, tmp_path: Path)
     assert server.wait() == 3
     assert server.log.count("Traceback") == 1
     assert "no warm-up today" in server.log
+
+
+# gunicorn's own --reload, for development.
+
+EDITED = """
+import os
+from pathlib import Path
+import torch
+import gpuworker
+import where
+app = where.app
+
+@gpuworker.share(version=1)
+def net():
+    with Path(os.environ["HOME"], "loads").open("a") as loads:
+        loads.write(f"cpu {os.getpid()}\\n")
+    return torch.nn.Linear(64, 64).eval()
+
+@app.get("/edited")
+def edited():
+    return {"pid": os.getpid(), "edited": EDITED}
+"""
+
+
+# A change between the import of a file and the first look at it goes unnoticed.
+LOOKED = """
+import os
+from pathlib import Path
+from gunicorn.reloader import Reloader
+look = Reloader.get_files
+home = Path(os.environ["HOME"])
+def looks_again(self):
+    first, second = home / f"first-{os.getpid()}", home / f"second-{os.getpid()}"
+    (second if first.exists() else first).touch()
+    return look(self)
+if not hasattr(Reloader, "original"):
+    Reloader.original = look
+    Reloader.get_files = looks_again
+"""
+
+
+def save(server: Server, text: str) -> None:
+    """Write the app, once all workers watch it."""
+    pids = server.worker_pids()
+    wait_until(lambda: all((server.tmp_path / f"second-{pid}").exists() for pid in pids), "the workers to watch")
+    (server.tmp_path / "edited.py").write_text(text)
+
+
+def test_a_saved_file_restarts_the_workers_and_keeps_the_weights(
+    make_server: Make, tmp_path: Path, gunicorn: Path | None
+) -> None:
+    app = tmp_path / "edited.py"
+    app.write_text(EDITED.replace("EDITED", "1"))
+    args = ("--reload", "--reload-engine", "poll")
+    server = make_server("edited:app", *args, config=LOOKED, devices="cpu", gunicorn=gunicorn)
+    ask_each(server, 2, "/edited")
+    save(server, EDITED.replace("EDITED", "22"))
+    wait_until_each(server, 2, "/edited", lambda answer: answer["edited"] == 22)
+    # gunicorn serves a page with the error, and looks at the file from then on.
+    save(server, EDITED.replace("EDITED", "3 3"))
+    server.wait_for_log(READY, 6)
+    assert b"SyntaxError" in server.get("/edited")[1]
+    # An error of another kind would end gunicorn's own worker, and with it the server.
+    save(server, "import nothing_of_that_name\n")
+    for slot in (0, 1):
+        server.wait_for_log(f"Slot {slot} cannot start, next try in 1 s: .*'nothing_of_that_name'")
+    app.write_text(EDITED.replace("EDITED", "4444"))
+    wait_until_each(server, 2, "/edited", lambda answer: answer["edited"] == 4444)
+    assert len(loads(tmp_path)) == 1
