@@ -23,10 +23,13 @@ from gunicorn.errors import AppImportError
 
 from gpuworker import process
 from gpuworker.arbiter.prefork import Seat
+from gpuworker.context import DeviceUnavailableError
 from gpuworker.status.scoreboard import State
 
 #: Seconds between two lines that say that a worker still loads.
 REPORT_EVERY = 10.0
+#: Seconds between two log lines that a device is lost.
+LOST_EVERY = 60.0
 #: Seconds to the next try after the first failure; doubled with each, up to the longest.
 BACKOFF_FIRST, BACKOFF_LONGEST = 1.0, 30.0
 #: Seconds in which the arbiter stops the others when the first worker of a server failed.
@@ -39,6 +42,10 @@ STUCK_SEEN = 60.0
 
 class BootError(RuntimeError):
     """This worker must not serve. The message is complete: no traceback is needed to understand it."""
+
+
+#: Errors that say all there is to say.
+_EXPLAINED = (BootError, AppImportError, DeviceUnavailableError)
 
 
 class Boot:
@@ -140,7 +147,7 @@ class Boot:
         :returns: the code to exit with.
         """
         slot = self._seat.slot
-        text = str(error) if isinstance(error, (BootError, AppImportError)) else f"{type(error).__name__}: {error}"
+        text = str(error) if isinstance(error, _EXPLAINED) else f"{type(error).__name__}: {error}"
         if self._stops_the_server():
             if isinstance(error, BootError) or self._board.explained:
                 self._log.error("Slot %d cannot start: %s", slot, text)
@@ -148,11 +155,24 @@ class Boot:
         if self._wanted():
             delay = self._count_failure() if wait else 0.0
             # The first failure with its traceback, the same one again in a line.
-            explained = isinstance(error, (BootError, AppImportError)) or self._seat.row.failures > 1
+            explained = isinstance(error, _EXPLAINED) or self._seat.row.failures > 1
             next_ = "the old worker serves on" if self._replaces_a_living_one() else f"next try in {delay:g} s"
-            self._log.error("Slot %d cannot start, %s: %s", slot, next_, text, exc_info=None if explained else error)
+            if not self._is_known(error):
+                self._log.error(
+                    "Slot %d cannot start, %s: %s", slot, next_, text, exc_info=None if explained else error
+                )
             self._wait(delay)
         return 0
+
+    def _is_known(self, error: BaseException) -> bool:
+        """Whether the log has said lately that the device is lost, which may last for days."""
+        if not isinstance(error, DeviceUnavailableError):
+            return False
+        row, now = self._seat.row, time.monotonic()
+        if row.reported and now - row.reported < LOST_EVERY:
+            return True
+        row.reported = now
+        return False
 
     def _stops_the_server(self) -> bool:
         """Whether this worker is the one that stops a server of which no worker was ever ready, and says why.

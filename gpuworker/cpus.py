@@ -34,7 +34,7 @@ def granted_cpus(root: Path = Path("/")) -> int:
 
 
 def _quotas(root: Path) -> Iterator[float]:
-    for directory in _cgroups(root):
+    for directory in cgroups(root, "cpu"):
         try:
             if (directory / "cpu.max").exists():
                 quota, period = (directory / "cpu.max").read_text().split()
@@ -46,17 +46,17 @@ def _quotas(root: Path) -> Iterator[float]:
             continue  # no limit at this level, or none that can be read
 
 
-def _cgroups(root: Path) -> Iterator[Path]:
-    """Every directory from this process's own up to the mount, in the v2 tree and in the v1 tree of CPUs."""
+def cgroups(root: Path, controller: str) -> Iterator[Path]:
+    """Every directory from this process's own up to the mount, in the v2 tree and in the v1 tree of `controller`."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
         return
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
+        if controllers and controller not in controllers.split(","):
             continue
-        mount = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
+        mount = root / "sys/fs/cgroup" / (controller if controllers else "")
         own = PurePosixPath(path.lstrip("/"))
         for relative in (own, *own.parents):
             yield mount / relative

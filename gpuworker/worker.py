@@ -16,7 +16,7 @@ from gunicorn.workers.base import Worker
 from gunicorn.workers.gthread import ThreadWorker
 from gunicorn.workers.sync import SyncWorker
 
-from gpuworker import placement, process
+from gpuworker import faults, placement, process
 from gpuworker.arbiter import prefork, preload
 from gpuworker.arbiter.guard import guard
 from gpuworker.boot import Boot, BootError
@@ -36,6 +36,7 @@ class _CudaMixin(Worker):
     """A slot, a device and a late start of CUDA for any of gunicorn's worker classes.
 
     :ivar slot: the slot of this worker, for hooks such as ``pre_fork``.
+    :ivar seat: what the arbiter has given it.
     """
 
     _failed_reload = 0
@@ -57,8 +58,8 @@ class _CudaMixin(Worker):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._seat = prefork.take_seat(self)
-        self.slot = self._seat.slot
+        self.seat = prefork.take_seat(self)
+        self.slot = self.seat.slot
 
     @property
     def pid(self) -> Any:
@@ -69,7 +70,7 @@ class _CudaMixin(Worker):
     def pid(self, value: Any) -> None:
         self._pid = value
         if isinstance(value, int):
-            self._seat.row.pid = value
+            self.seat.row.pid = value
             if value == os.getpid():
                 guard.enter_worker()
 
@@ -80,11 +81,22 @@ class _CudaMixin(Worker):
         From gunicorn 25 on the arbiter, deaf to signals, waits in ``reload()`` while it has workers older than the
         reload. When it was told to stop it has none.
         """
-        return sys.maxsize if self._seat.board.stopping else self._age
+        return sys.maxsize if self.seat.board.stopping else self._age
 
     @age.setter
     def age(self, value: int) -> None:
         self._age = value
+
+    @property
+    def aborted(self) -> Any:
+        """Set by gunicorn, in the arbiter, before it ends a worker whose request takes longer than ``--timeout``."""
+        return self._aborted
+
+    @aborted.setter
+    def aborted(self, value: Any) -> None:
+        self._aborted = value
+        if value:
+            prefork.worker_is_late(self)
 
     # In the worker.
 
@@ -92,7 +104,7 @@ class _CudaMixin(Worker):
         """Boot and serve; the whole life of the worker."""
         # The reloader (development) ends a worker when a file has changed, but not one that waits for its next try.
         longest_wait = {"longest_wait": 1.0} if self.cfg.reload else {}
-        self._boot = Boot(self._seat, self.log, self._is_wanted, **longest_wait)
+        self._boot = Boot(self.seat, self.log, self._is_wanted, **longest_wait)
         try:
             super().init_process()
         except (Exception, SystemExit) as error:
@@ -116,40 +128,51 @@ class _CudaMixin(Worker):
         and changed the user, which would clear the parent-death signal.
         """
         process.die_with(self.ppid)
+        process.take_children_along()
+        process.show_stacks_when_aborted(self.log)
         guard.remove()
         self._boot.begin()
-        assert self._seat.device, "a seat without a device has a problem"
-        placement.enter(self.slot, self._seat.device)
+        assert self.seat.device, "a seat without a device has a problem"
+        placement.enter(self.slot, self.seat.device)
         process.reseed()
         self._set_threads()
-        context = CudaContext(self._seat.device, self._boot.timed)
+        context = CudaContext(self.seat.device, self._boot.timed)
         context.start_at_first_use()
         self._stand_in_for_cuda()
-        share.enter_worker(self._seat, self.log, self._boot, reloading=bool(self.cfg.reload))
+        share.enter_worker(self.seat, self.log, self._boot, reloading=bool(self.cfg.reload))
         with self._boot.timed("app"):
             super().load_wsgi()
-            share.bind_preloaded(self._seat.preloaded)
+            share.bind_preloaded(self.seat.preloaded)
             share.bind_proxies()
         context.start()
+        health = faults.CpuHealth() if self.seat.device.is_cpu else faults.CudaHealth()
+        watch: Any = faults.Watch(self.wsgi, health, self.log, self.slot, self._retire)
+        self.wsgi = watch
+
+    def _retire(self) -> None:
+        """Take no more requests, and leave: the device is lost to this process."""
+        self.alive = False
+        process.end_by_force(self.cfg.graceful_timeout, 0)
 
     def _stand_in_for_cuda(self) -> None:
         """On a CPU device: let an app that was written for ``cuda`` run all the same."""
-        assert self._seat.device
-        if not self._seat.device.is_cpu:
+        assert self.seat.device
+        if not self.seat.device.is_cpu:
             return
         redirect.install(refuse=None, on_first_use=self._say_once_that_there_is_no_gpu)
-        if self._seat.preloaded:
+        if self.seat.preloaded:
             redirect.use()
 
     def _say_once_that_there_is_no_gpu(self) -> None:
-        if self.slot == 0:
+        row = self.seat.row
+        if (self.slot, row.generation, row.times_ready) == (0, 1, 0):
             self.log.warning(
                 "The app uses cuda, and this server runs on the CPU: what it puts on cuda stays in the memory of the "
                 "machine and only claims to be on cuda:0. This stands in for a GPU in development."
             )
 
     def _set_threads(self) -> None:
-        fair = threads_of_worker(self._seat.generation.settings, os.environ, self.cfg.workers, granted_cpus())
+        fair = threads_of_worker(self.seat.generation.settings, os.environ, self.cfg.workers, granted_cpus())
         # An app imported by the arbiter may have asked for a number itself.
         torch.set_num_threads(guard.threads or fair)
 
@@ -160,12 +183,12 @@ class _CudaMixin(Worker):
         super().run()
 
     def _say_once_what_sharing_would_save(self) -> None:
-        row, generation = self._seat.row, self._seat.generation
-        if self._seat.preloaded or (self.slot, row.generation, row.times_ready) != (0, 1, 1):
+        row, generation = self.seat.row, self.seat.generation
+        if self.seat.preloaded or (self.slot, row.generation, row.times_ready) != (0, 1, 1):
             return
-        assert self._seat.device
+        assert self.seat.device
         assert generation.devices
-        own = savings.own_bytes(on_cpu=self._seat.device.is_cpu)
+        own = savings.own_bytes(on_cpu=self.seat.device.is_cpu)
         if text := savings.advice(own, self.cfg.workers, len(generation.devices.items)):
             self.log.info(text)
 
@@ -204,7 +227,7 @@ class _CudaMixin(Worker):
         if self.booted:
             # If the reload has failed, it is over, and the signal is meant for this worker. It has to have failed
             # before the request at hand: the signal may be as old. (One that is meant comes again.)
-            over = self._failed_reload == self._seat.board.newest_generation
+            over = self._failed_reload == self.seat.board.newest_generation
             self._leave_if_not_needed(at_once=over and reload_failed(*self._hand_over_state()))
         elif self.alive:
             self.alive = False
@@ -212,21 +235,21 @@ class _CudaMixin(Worker):
 
     def _is_old(self) -> bool:
         # Not just when told to leave: gunicorn tells only as many as there are too many, and spares one for a dead one.
-        return self._seat.board.newest_generation > self._seat.generation.number
+        return self.seat.board.newest_generation > self.seat.generation.number
 
     def _leave_if_not_needed(self, at_once: bool = False) -> None:
         if not self.alive:
             return
-        if self._orphaned() or self._seat.board.room_for > self._seat.generation.number:
+        if self._orphaned() or self.seat.board.room_for > self.seat.generation.number:
             # Nobody kills this process if its request never ends.
             process.end_by_force(self.cfg.graceful_timeout, 1)
-        elif not (at_once or self._seat.board.stopping or may_leave(*self._hand_over_state())):
+        elif not (at_once or self.seat.board.stopping or may_leave(*self._hand_over_state())):
             self._say_once_that_the_reload_failed()
             return
         super().handle_exit(signal.SIGTERM, None)
 
     def _say_once_that_the_reload_failed(self) -> None:
-        newest = self._seat.board.newest_generation
+        newest = self.seat.board.newest_generation
         if self._failed_reload != newest and reload_failed(*self._hand_over_state()):
             self._failed_reload = newest
             besides = " and ignores --max-requests" if self.cfg.max_requests else ""
@@ -234,8 +257,8 @@ class _CudaMixin(Worker):
             self.log.error(message, self.slot, besides)
 
     def _hand_over_state(self) -> tuple[Row, int, Iterable[Row]]:
-        board = self._seat.board
-        return self._seat.row, board.newest_generation, board.rows()
+        board = self.seat.board
+        return self.seat.row, board.newest_generation, board.rows()
 
     def _orphaned(self) -> bool:
         return self.ppid != os.getppid()
@@ -243,7 +266,7 @@ class _CudaMixin(Worker):
     def _is_wanted(self) -> bool:
         # A signal that a hung main thread cannot handle is still in the pipe that wakes it.
         signalled = select.select([self.PIPE[0]], [], [], 0)[0] if self.PIPE else []
-        return self.alive and not (signalled or self._seat.board.stopping or self._orphaned())
+        return self.alive and not (signalled or self.seat.board.stopping or self._orphaned())
 
 
 class CudaWorker(_CudaMixin, SyncWorker):

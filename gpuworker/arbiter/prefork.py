@@ -17,7 +17,7 @@ import torch
 from gunicorn.errors import HaltServer
 
 from gpuworker import process
-from gpuworker.arbiter import preload
+from gpuworker.arbiter import deaths, preload
 from gpuworker.arbiter.devices import Device, DeviceError, Devices, discover
 from gpuworker.arbiter.guard import guard
 from gpuworker.arbiter.preload import Preloaded, PreloadError
@@ -78,6 +78,7 @@ class Arbiter:
         self._slots = SlotTable(self._board)
         self._locks = Locks()
         self._stores: dict[tuple[str, int], Store] = {}
+        self._ooms = deaths.count_oom_kills()
         self._cfg: object = None
         self._generation = Generation(0)
         _mark_stop_signals(self._board)
@@ -89,6 +90,7 @@ class Arbiter:
             self._cfg = worker.cfg
             self._start_generation(worker.log)
         try:
+            self._explain_deaths(worker.log)
             row = self._slots.take(worker, self._generation.number)
             problem = self._generation.problem or guard.driver_problem()
             if self._generation.devices:
@@ -99,6 +101,14 @@ class Arbiter:
         # Not before it has a row: a generation without any is one that failed.
         self._board.newest_generation = self._generation.number
         return Seat(row.slot, row, self._board, self._generation, device, store, self._locks, self._preloaded, problem)
+
+    def _explain_deaths(self, log: Any) -> None:
+        """What can be told of workers that died since the last one was forked."""
+        for _, row in self._slots.forget_reaped():
+            ooms, self._ooms = self._ooms, deaths.count_oom_kills()
+            if self._ooms > ooms:
+                message = "The kernel has killed %d process(es) of this server for lack of memory; slot %d has died"
+                log.error(message, self._ooms - ooms, row.slot)
 
     def _store_of(self, device: Device) -> Store:
         # One for each device, and the same for all generations: weights may outlive a HUP.
@@ -175,6 +185,15 @@ def _halt(reason: str) -> HaltServer:
     # A thread that the preloaded app started may never end, and Python would wait for it.
     process.end_by_force(HALT_GRACE, 1)
     return HaltServer(reason, 1)
+
+
+def worker_is_late(worker: Any) -> None:
+    """Called in the arbiter, before gunicorn ends a worker that does not come back from a request."""
+    try:
+        seat: Seat = worker.seat
+        deaths.report_timeout(seat.row.pid, seat.slot, seat.device, worker.log)
+    except Exception as error:
+        worker.log.error("The arbiter could not look at a worker that is late", exc_info=error)
 
 
 def _mark_stop_signals(board: Scoreboard) -> None:

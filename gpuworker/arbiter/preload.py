@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import concurrent.futures.thread
 import gc
+import multiprocessing.pool
 import os
 import sys
 import threading
@@ -103,12 +104,24 @@ def _refuse_threads() -> None:
         place = place_in_the_app(frames.get(thread.ident or 0), only_own=True)
         if isinstance(thread, threading.Timer):
             place = place_of_function(thread.function)
-        if place and thread is not threading.main_thread():
+        where = f'File "{place[0]}", line {place[1]}' if place else ""
+        if _is_of_a_thread_pool(frames.get(thread.ident or 0)):
+            where = "multiprocessing.pool.ThreadPool (a concurrent.futures.ThreadPoolExecutor would do)"
+        if where and thread is not threading.main_thread():
             raise PreloadError(
                 f"The app started a thread ({thread.name}) that is still running, and would be lost in the workers, "
-                f'which are forked now:\n  File "{place[0]}", line {place[1]}\n'
+                f"which are forked now:\n  {where}\n"
                 "Start it in the post_worker_init hook or in the first request, or start gunicorn without --preload."
             )
+
+
+def _is_of_a_thread_pool(frame: types.FrameType | None) -> bool:
+    """Whether it belongs to a ``multiprocessing.pool.ThreadPool``, which would wait for it for ever in a worker."""
+    while frame is not None:
+        if frame.f_code is multiprocessing.pool.worker.__code__:  # type: ignore[attr-defined]
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _renew_pools() -> None:

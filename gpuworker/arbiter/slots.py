@@ -42,21 +42,21 @@ class SlotTable:
         self._board = board
         self._held: list[tuple[Holder, Row]] = []
 
+    def forget_reaped(self) -> list[tuple[Holder, Row]]:
+        """The workers that were reaped since this was last asked, and the rows they had."""
+        reaped = [(holder, row) for holder, row in self._held if _reaped(holder)]
+        self._held = [(holder, row) for holder, row in self._held if not _reaped(holder)]
+        for _, row in reaped:
+            row.pid = NOBODY
+        return reaped
+
     def take(self, worker: Holder, generation: int) -> Row:
         """Give `worker` the lowest slot that no worker of `generation` holds, as a row of the scoreboard."""
-        self._forget_the_reaped()
+        self.forget_reaped()
         slot = lowest_free({row.slot for _, row in self._held if row.generation == generation})
         row = self._row(generation, slot)
         self._held.append((worker, row))
         return row
-
-    def _forget_the_reaped(self) -> None:
-        held, self._held = self._held, []
-        for holder, row in held:
-            if _reaped(holder):
-                row.pid = NOBODY
-            else:
-                self._held.append((holder, row))
 
     def _row(self, generation: int, slot: int) -> Row:
         rows = list(self._board.rows())
@@ -68,7 +68,7 @@ class SlotTable:
         row = next((row for row in rows if row.generation not in alive), None) or self._board.new_row()
         # The generation goes first and comes back last: nobody who reads meanwhile takes the old counts for the new.
         row.generation = row.pid = row.state = row.times_ready = row.failures = 0
-        row.deadline, row.slot = 0.0, slot
+        row.deadline, row.reported, row.slot = 0.0, 0.0, slot
         row.generation = generation
         return row
 

@@ -22,7 +22,16 @@ def patch_at_rest(redirect: Redirect, patches: Patches) -> None:
             _run_eagerly(redirect.in_use)
         return compile_(*args, **kwargs)
 
+    patches.on_removal(_forget_rules)
     patches.put(torch, "compile", compile_later)
+
+
+def _forget_rules() -> None:
+    """If the compiler was loaded meanwhile, its rules are about our functions in place of torch's."""
+    rules = sys.modules.get("torch._dynamo.trace_rules")
+    for function in list(vars(rules).values()) if rules else ():
+        if hasattr(function, "cache_clear"):
+            function.cache_clear()
 
 
 def patch_in_use(redirect: Redirect, patches: Patches) -> None:

@@ -50,6 +50,7 @@ class Redirect:
         self._at_rest = Patches()
         self.in_use = Patches()
         self._thread = threading.local()
+        self._starting = threading.RLock()
         self._on_first_use: Callable[[], None] = lambda: None
         self._lazy_init: Callable[[], None] = lambda: None
         self.refuse: Refuse | None = None
@@ -75,13 +76,14 @@ class Redirect:
 
     def use(self) -> None:
         """Redirect from now on, in this thread and in those that it starts."""
-        if not self.in_use:
-            self.was_used = True
-            self._patch_threads()
-            self._catch_other_threads()
-            for patch in self._patchers[1]:
-                patch(self, self.in_use)
-            self._on_first_use()
+        with self._starting:
+            if not self.in_use:
+                self.was_used = True
+                self._patch_threads()
+                self._catch_other_threads()
+                for patch in self._patchers[1]:
+                    patch(self, self.in_use)
+                self._on_first_use()
         self.enter_thread()
 
     def enter_thread(self) -> None:

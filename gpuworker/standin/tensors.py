@@ -17,9 +17,12 @@ _torch: Any = torch
 _Base: Any = _torch._C.TensorBase
 _builtins: Any = _torch.jit._builtins
 _overrides: Any = _torch.overrides
-#: They copy from the CPU to the device inside C++, where no mode sees it.
+_device_module: Any = _torch.utils._device
 _LAYOUTS = ("coo", "csr", "csc", "bsr", "bsc", "compressed")
+#: They copy from the CPU to the device inside C++, where no mode sees it.
 _FACTORIES = ("tensor", "as_tensor", "asarray", *(f"sparse_{layout}_tensor" for layout in _LAYOUTS))
+#: They may be told to pin their memory, for which C++ starts CUDA before any mode sees it.
+_PINNED = ("empty", "empty_like", "empty_strided", "zeros", "zeros_like", "ones", "ones_like", "full", "rand", "randn")
 _MOVES = ("device", "dtype", "non_blocking", "copy")
 
 
@@ -53,11 +56,18 @@ def patch_moves(redirect: Redirect, patches: Patches) -> None:
         patches.put(
             torch.Tensor, replacement.__name__, functools.wraps(getattr(_Base, replacement.__name__))(replacement)
         )
+    _device_module._device_constructors()  # remembers these functions, and must not remember ours
     for name in _FACTORIES:
-        original = getattr(torch, name)
-        patches.put(torch, name, _factory(redirect, original))
-        if _builtins._find_builtin(original):
-            _builtins._register_builtin(getattr(torch, name), _builtins._find_builtin(original))  # for TorchScript
+        _put_function(patches, name, _factory(redirect, getattr(torch, name)))
+    for name in _PINNED:
+        _put_function(patches, name, _unpinned(getattr(torch, name)))
+
+
+def _put_function(patches: Patches, name: str, replacement: Callable[..., torch.Tensor]) -> None:
+    operation = _builtins._find_builtin(getattr(torch, name))
+    patches.put(torch, name, replacement)
+    if operation:
+        _builtins._register_builtin(replacement, operation)  # for TorchScript
 
 
 def patch_attributes(redirect: Redirect, patches: Patches) -> None:
@@ -138,6 +148,16 @@ def _factory(redirect: Redirect, original: Callable[..., torch.Tensor]) -> Calla
     return made
 
 
+def _unpinned(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(original)
+    def made(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        return original(*args, **kwargs)
+
+    return made
+
+
 def _default_device() -> torch.device | None:
     """Of ``with torch.device(…)`` or ``torch.set_default_device``."""
     contexts = (
@@ -150,6 +170,7 @@ def _on(redirect: Redirect, device: Any, make: Callable[..., torch.Tensor], kwar
     """What `make` makes, on `device`."""
     if not redirect.wants_cuda(device):
         return make(**kwargs) if device is None else _unmarked(make(device=device, **kwargs), device)
+    kwargs.pop("pin_memory", None)
     grad = kwargs.pop("requires_grad", False)
     made = make(device=CPU, **kwargs).cuda()
     return made.requires_grad_() if grad else made

@@ -36,6 +36,7 @@ class Row(ctypes.Structure):
     :ivar times_ready: how many workers of this slot and generation came to serve.
     :ivar failures: boot failures since one last did.
     :ivar deadline: when loading has to be over, in seconds of the monotonic clock; 0 while none is due.
+    :ivar reported: when it was last logged that the device cannot be used, in seconds of the monotonic clock.
     """
 
     _fields_ = (
@@ -46,6 +47,7 @@ class Row(ctypes.Structure):
         ("times_ready", ctypes.c_uint32),
         ("failures", ctypes.c_uint32),
         ("deadline", ctypes.c_double),
+        ("reported", ctypes.c_double),
     )
     generation: int
     slot: int
@@ -54,6 +56,7 @@ class Row(ctypes.Structure):
     times_ready: int
     failures: int
     deadline: float
+    reported: float
 
 
 class _Header(ctypes.Structure):

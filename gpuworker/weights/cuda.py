@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from gpuworker import driver, memory
 from gpuworker.weights.arena import ArenaError
 
 
@@ -29,11 +30,11 @@ class CudaArena:
         _check_free(size)
         handle = _call(cu, cu.cuMemCreate, size, _properties(cu), 0)
         try:
-            memory = _Mapping(cu, handle, size, writable=True).storage(nbytes)
+            storage = _Mapping(cu, handle, size, writable=True).storage(nbytes)
             fd = int(_call(cu, cu.cuMemExportToShareableHandle, handle, _posix_fd(cu), 0))
         finally:
             _call(cu, cu.cuMemRelease, handle)  # the mapping and the descriptor hold the memory
-        return fd, memory
+        return fd, storage
 
     def finish(self, fd: int, *, mutable: bool) -> None:
         """See :class:`~gpuworker.weights.arena.Arena`. Each mapping has its own access, so there is nothing to seal."""
@@ -89,12 +90,12 @@ def _driver() -> Any:
     torch.cuda.init()  # type: ignore[no-untyped-call]
     torch._C._cuda_synchronize()  # the context, which the calls below need
     try:
-        from cuda.bindings import driver
+        from cuda.bindings import driver as bindings
     except ImportError as error:
         raise ArenaError(
             "sharing weights on a GPU needs the package cuda-bindings: pip install cuda-bindings"
         ) from error
-    return driver
+    return bindings
 
 
 def _call(cu: Any, function: Callable[..., Any], *args: Any) -> Any:
@@ -136,24 +137,8 @@ def _check_free(needed: int) -> None:
     torch.cuda.empty_cache()  # what torch's allocator only keeps is free for this
     free, total = torch.cuda.mem_get_info()
     if free < needed:
+        users = memory.users(f"GPU-{driver.device_uuid()}")
         raise ArenaError(
             f"the shared weights need {needed / 2**30:.2f} GiB on {torch.cuda.get_device_name()}, which has "
-            f"{free / 2**30:.2f} of {total / 2**30:.2f} GiB free{_users()}: free some or use another device."
+            f"{free / 2**30:.2f} of {total / 2**30:.2f} GiB free{users}: free some or use another device."
         )
-
-
-def _users() -> str:
-    """Who else holds memory, by NVML; empty if it cannot tell."""
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-        try:
-            handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(0).uuid}")
-            running = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
-        finally:
-            pynvml.nvmlShutdown()
-    except (pynvml.NVMLError, AttributeError):
-        return ""
-    used = [f"pid {process.pid}: {(process.usedGpuMemory or 0) / 2**30:.2f} GiB" for process in running]
-    return f" ({', '.join(used)})" if used else ""

@@ -5,6 +5,10 @@ from __future__ import annotations
 import copy
 import functools
 import io
+import os
+import subprocess
+import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,9 +16,11 @@ from typing import Any
 
 import numpy
 import pytest
+import safetensors.torch
 import torch
 
 from gpuworker.standin import marks, redirect
+from tests.live.server import REPOSITORY
 from tests.unit.children import run_child
 
 #: Of torch, about its own old names, and TorchScript.
@@ -65,6 +71,13 @@ def saved(*args: Any) -> io.BytesIO:
     return file
 
 
+def safely_loaded(device: str) -> torch.Tensor:
+    with tempfile.TemporaryDirectory() as directory:
+        path = os.path.join(directory, "x.safetensors")
+        safetensors.torch.save_file({"x": torch.ones(3)}, path)
+        return safetensors.torch.load_file(path, device=device)["x"]
+
+
 def scripted(module: torch.nn.Module) -> io.BytesIO:
     file = io.BytesIO()
     torch.jit.save(torch.jit.script(module), file)
@@ -109,6 +122,7 @@ def x() -> torch.Tensor:
 
 WAYS: dict[str, Callable[[], torch.Tensor]] = {
     ".cuda()": lambda: torch.ones(3).cuda(),
+    "safetensors": lambda: safely_loaded("cuda"),
     ".cuda(0)": lambda: torch.ones(3).cuda(0, non_blocking=True),
     ".to(str)": lambda: torch.ones(3).to("cuda"),
     ".to(index)": lambda: torch.ones(3).to("cuda:0", torch.half),
@@ -171,6 +185,7 @@ STAYS: dict[str, Callable[[], torch.Tensor]] = {
     "load": lambda: torch.load(saved(), map_location="cpu"),
     "module": lambda: torch.nn.Linear(2, 2).cuda().cpu().weight,
     "pin_memory": lambda: torch.ones(3).pin_memory(),
+    "pinned": lambda: torch.empty(3, pin_memory=True),
     "meta": lambda: torch.ones(3, device="meta"),
     "type": lambda: x().type("torch.FloatTensor"),
 }
@@ -301,6 +316,8 @@ def test_queries(redirected: list[str]) -> None:
         cuda.synchronize,
         cuda.empty_cache,
         lambda: cuda.manual_seed(1),
+        lambda: setattr(torch.backends.cuda.matmul, "allow_tf32", True),
+        lambda: setattr(torch.backends.cudnn, "benchmark", True),
         lambda: cuda.set_device(0),
     ):
         assert harmless() is None
@@ -412,3 +429,24 @@ def test_marks_go_with_their_memory(before_a_fork: None) -> None:
     assert len(marks.living_storages()) == living + 1
     del view
     assert len(marks.living_storages()) == living
+
+
+def test_a_compiler_that_was_loaded_meanwhile_knows_torchs_own_functions() -> None:
+    code = """
+import torch
+from gpuworker.standin import redirect
+redirect.install(refuse=None)
+torch.compile(torch.nn.Linear(2, 2).cuda(), backend="eager")(torch.ones(2).cuda())
+redirect.remove()
+
+@torch.compile(fullgraph=True, backend="eager")
+def f(x):
+    return torch.tensor([1.0]) + torch.zeros(1) + torch.empty(1).fill_(x.to(torch.float32).item()) * torch.as_tensor(x)
+
+torch._dynamo.config.capture_scalar_outputs = True
+f(torch.ones(1))
+torch.set_default_device("meta")
+print(torch.tensor([1.0]).device, torch.empty(1).device)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=REPOSITORY)
+    assert done.stdout.split() == ["meta", "meta"], done.stderr

@@ -28,7 +28,7 @@ def worker(board: Scoreboard) -> CudaWorker:
     """An old worker that serves, of slot 0 in generation 1."""
     worker = CudaWorker.__new__(CudaWorker)
     row = add_row(board, 1, pid=os.getpid(), times_ready=1)
-    worker._seat = SimpleNamespace(row=row, board=board, generation=SimpleNamespace(number=1))
+    worker.seat = SimpleNamespace(row=row, board=board, generation=SimpleNamespace(number=1))
     worker.slot, worker.alive, worker.booted, worker.ppid = 0, True, True, os.getppid()
     worker.cfg, worker.log = SimpleNamespace(max_requests=0), Log()
     board.newest_generation = 1
