@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import select
@@ -180,7 +181,11 @@ class _CudaMixin(Worker):
         """Serve requests."""
         self._boot.ready()
         self._say_once_what_sharing_would_save()
-        super().run()
+        try:
+            super().run()
+        finally:
+            # Its successor waits for its end, and Python would look through torch and all else for garbage first.
+            gc.freeze()
 
     def _say_once_what_sharing_would_save(self) -> None:
         row, generation = self.seat.row, self.seat.generation
