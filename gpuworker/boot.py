@@ -75,7 +75,7 @@ class Boot:
             yield
         finally:
             inside = sum(self.seconds.values()) - others
-            self.seconds[part] += time.monotonic() - start - inside
+            self.seconds[part] = self.seconds.get(part, 0.0) + time.monotonic() - start - inside
 
     def begin(self) -> None:
         """Start the clock of ``GPUWORKER_LOAD_TIMEOUT``.

@@ -2,15 +2,19 @@
 
 gunicorn sends SIGTERM to the workers of the old generation as soon as those of the new one are forked, ready or not.
 Here the old worker of a slot serves on until the new one of that slot is ready, so that a reload with a slow or broken
-app costs no request.
+app costs no request. Where two copies of the weights do not fit, the operator may have it the other way round.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 
 from gpuworker import process
-from gpuworker.status.scoreboard import Row
+from gpuworker.status.scoreboard import Row, Scoreboard
+
+#: Seconds between two looks: of an old worker, at whether it may leave; of a new one, at whether the old ones are gone.
+POLL = 0.1
 
 
 def may_leave(own: Row, newest: int, rows: Iterable[Row], alive: Callable[[int], bool] = process.exists) -> bool:
@@ -36,6 +40,16 @@ def reload_failed(own: Row, newest: int, rows: Iterable[Row], alive: Callable[[i
     """Whether the workers of newer generations are all gone, and none of them was ever ready."""
     newer = _newer(own, rows)
     return newest > own.generation and not any(row.times_ready or alive(row.pid) for row in newer)
+
+
+def make_room(board: Scoreboard, generation: int) -> None:
+    """Have all workers of generations older than `generation` leave, and wait until they are gone, and so their memory.
+
+    The kernel takes it back before it lets the arbiter reap a process.
+    """
+    while any(0 < living < generation for living in board.living_generations()):
+        board.room_for = generation
+        time.sleep(POLL)
 
 
 def _newer(own: Row, rows: Iterable[Row]) -> list[Row]:

@@ -12,6 +12,9 @@ from typing import Any
 
 import torch
 
+#: Stands for the pid of a process that has been reaped: the kernel may give the number to another.
+NOBODY = -1
+
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -71,9 +74,9 @@ def show_stacks_when_aborted(log: Any) -> None:
 
 
 def exists(pid: int) -> bool:
-    """Whether there is a process `pid`; True for 0, which stands for one that is being made."""
-    if pid == 0:
-        return True
+    """Whether there is a process `pid`; True for 0, which stands for one that is being made, False for NOBODY."""
+    if pid in (0, NOBODY):
+        return pid == 0
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

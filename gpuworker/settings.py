@@ -25,11 +25,14 @@ class Settings:
     :param devices: ``auto`` or a comma separated list, see :mod:`gpuworker.arbiter.devices`.
     :param load_timeout: seconds that importing the app and loading its model may take.
     :param threads: intra-op threads of torch in one worker, or None for a fair share of the machine.
+    :param reload: ``rolling``: the old workers serve until the new ones are ready. ``recreate``: where new weights have
+        to be loaded, the old workers leave first.
     """
 
     devices: str = "auto"
     load_timeout: float = 600.0
     threads: int | None = None
+    reload: str = "rolling"
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Settings:
@@ -78,8 +81,15 @@ def _count(name: str, text: str) -> int:
     return int(text)
 
 
+def _reload(name: str, text: str) -> str:
+    if text not in ("rolling", "recreate"):
+        raise SettingError(f"{name}={text!r} is neither rolling nor recreate.")
+    return text
+
+
 _READERS: dict[str, tuple[str, Callable[[str, str], Any]]] = {
     "GPUWORKER_DEVICES": ("devices", _text),
     "GPUWORKER_LOAD_TIMEOUT": ("load_timeout", _seconds),
+    "GPUWORKER_RELOAD": ("reload", _reload),
     "GPUWORKER_THREADS": ("threads", _count),
 }

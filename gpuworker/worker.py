@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import select
@@ -22,14 +23,14 @@ from gpuworker.arbiter.guard import guard
 from gpuworker.boot import Boot, BootError
 from gpuworker.context import CudaContext
 from gpuworker.cpus import granted_cpus, threads_of_worker
-from gpuworker.handover import may_leave, reload_failed
+from gpuworker.handover import POLL, may_leave, reload_failed
 from gpuworker.standin import redirect
 from gpuworker.status.scoreboard import Row
 from gpuworker.weights import savings, share
 from gpuworker.weights.store import StoreError
 
-#: Seconds between two looks of an idle worker at whether it is old, and of an old one at whether it may leave.
-IDLE_POLL, HANDOVER_POLL = 2.0, 0.1
+#: Seconds between two looks of an idle worker at whether it is old.
+IDLE_POLL = 2.0
 
 
 class _CudaMixin(Worker):
@@ -73,6 +74,19 @@ class _CudaMixin(Worker):
             self.seat.row.pid = value
             if value == os.getpid():
                 guard.enter_worker()
+
+    @property
+    def age(self) -> int:
+        """Number of the worker in the life of the server.
+
+        From gunicorn 25 on the arbiter, deaf to signals, waits in ``reload()`` while it has workers older than the
+        reload. When it was told to stop it has none.
+        """
+        return sys.maxsize if self.seat.board.stopping else self._age
+
+    @age.setter
+    def age(self, value: int) -> None:
+        self._age = value
 
     @property
     def aborted(self) -> Any:
@@ -167,7 +181,11 @@ class _CudaMixin(Worker):
         """Serve requests."""
         self._boot.ready()
         self._say_once_what_sharing_would_save()
-        super().run()
+        try:
+            super().run()
+        finally:
+            # Its successor waits for its end, and Python would look through torch and all else for garbage first.
+            gc.freeze()
 
     def _say_once_what_sharing_would_save(self) -> None:
         row, generation = self.seat.row, self.seat.generation
@@ -196,11 +214,26 @@ class _CudaMixin(Worker):
             look_again = True
         self._next_sweep = time.monotonic() + IDLE_POLL if look_again else math.inf
 
+    @property
+    def max_requests(self) -> int:
+        """After how many requests gunicorn has this worker leave; never, while it waits for its successor.
+
+        Else the old workers would be gone one by one, and new ones that cannot start in their place.
+        """
+        waits = self._is_old() and not may_leave(*self._hand_over_state())
+        return sys.maxsize if waits else self._max_requests
+
+    @max_requests.setter
+    def max_requests(self, value: int) -> None:
+        self._max_requests = value
+
     def handle_exit(self, sig: int, frame: Any) -> None:
         """SIGTERM: leave after this request, or, after a HUP, when the new worker of the slot is ready."""
         if self.booted:
-            # If the reload has failed, it is over, and the signal is meant for this worker.
-            self._leave_if_not_needed(at_once=reload_failed(*self._hand_over_state()))
+            # If the reload has failed, it is over, and the signal is meant for this worker. It has to have failed
+            # before the request at hand: the signal may be as old. (One that is meant comes again.)
+            over = self._failed_reload == self.seat.board.newest_generation
+            self._leave_if_not_needed(at_once=over and reload_failed(*self._hand_over_state()))
         elif self.alive:
             self.alive = False
             sys.exit(0)
@@ -212,8 +245,8 @@ class _CudaMixin(Worker):
     def _leave_if_not_needed(self, at_once: bool = False) -> None:
         if not self.alive:
             return
-        if self._orphaned():
-            # Nobody is left to kill this process if its request never ends.
+        if self._orphaned() or self.seat.board.room_for > self.seat.generation.number:
+            # Nobody kills this process if its request never ends.
             process.end_by_force(self.cfg.graceful_timeout, 1)
         elif not (at_once or self.seat.board.stopping or may_leave(*self._hand_over_state())):
             self._say_once_that_the_reload_failed()
@@ -224,7 +257,9 @@ class _CudaMixin(Worker):
         newest = self.seat.board.newest_generation
         if self._failed_reload != newest and reload_failed(*self._hand_over_state()):
             self._failed_reload = newest
-            self.log.error("The reload failed, no new worker lives: slot %d serves on until the next HUP", self.slot)
+            besides = " and ignores --max-requests" if self.cfg.max_requests else ""
+            message = "The reload failed, no new worker lives: slot %d serves on until the next HUP%s"
+            self.log.error(message, self.slot, besides)
 
     def _hand_over_state(self) -> tuple[Row, int, Iterable[Row]]:
         board = self.seat.board
@@ -254,7 +289,7 @@ class CudaWorker(_CudaMixin, SyncWorker):
 
     def wait(self, timeout: float) -> Any:
         """Wait for a connection, but not for long: neither a reload nor a successor that is ready gives a sign."""
-        limit = min(timeout, HANDOVER_POLL if self._is_old() else IDLE_POLL)
+        limit = min(timeout, POLL if self._is_old() else IDLE_POLL)
         return super().wait(limit)  # type: ignore[arg-type]  # a float in gunicorn, too
 
 

@@ -98,6 +98,8 @@ class Arbiter:
                 store = self._store_of(device)
         except Exception as error:
             problem = _unexpected(worker.log, error)
+        # Not before it has a row: a generation without any is one that failed.
+        self._board.newest_generation = self._generation.number
         return Seat(row.slot, row, self._board, self._generation, device, store, self._locks, self._preloaded, problem)
 
     def _explain_deaths(self, log: Any) -> None:
@@ -129,7 +131,6 @@ class Arbiter:
             self._generation = Generation(number, problem=str(error))
         except Exception as error:
             self._generation = Generation(number, problem=_unexpected(log, error))
-        self._board.newest_generation = number
 
 
 def _unexpected(log: Any, error: Exception) -> str:

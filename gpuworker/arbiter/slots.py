@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Protocol
 
+from gpuworker.process import NOBODY
 from gpuworker.status.scoreboard import Row, Scoreboard
 
 
@@ -45,6 +46,8 @@ class SlotTable:
         """The workers that were reaped since this was last asked, and the rows they had."""
         reaped = [(holder, row) for holder, row in self._held if _reaped(holder)]
         self._held = [(holder, row) for holder, row in self._held if not _reaped(holder)]
+        for _, row in reaped:
+            row.pid = NOBODY
         return reaped
 
     def take(self, worker: Holder, generation: int) -> Row:

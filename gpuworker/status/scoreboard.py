@@ -32,7 +32,7 @@ class Row(ctypes.Structure):
     """One slot of one generation; it keeps its counts when one worker follows another in the slot.
 
     :ivar generation: counted from 1; 0 in a row never used.
-    :ivar pid: of the worker; 0 between the preparation in the arbiter and the fork.
+    :ivar pid: of the worker; 0 between the preparation in the arbiter and the fork; NOBODY some time after its end.
     :ivar times_ready: how many workers of this slot and generation came to serve.
     :ivar failures: boot failures since one last did.
     :ivar deadline: when loading has to be over, in seconds of the monotonic clock; 0 while none is due.
@@ -66,12 +66,14 @@ class _Header(ctypes.Structure):
         ("ever_ready", ctypes.c_uint32),
         ("stopping", ctypes.c_uint32),
         ("explained", ctypes.c_uint32),
+        ("room_for", ctypes.c_uint32),
     )
     used: int
     newest_generation: int
     ever_ready: int
     stopping: int
     explained: int
+    room_for: int
 
 
 class Scoreboard:
@@ -112,6 +114,15 @@ class Scoreboard:
     def mark_stopping(self) -> None:
         """Note that the server shuts down; called in a signal handler."""
         self._header.stopping = 1
+
+    @property
+    def room_for(self) -> int:
+        """The generation that waits for the memory of all older ones; set by its workers."""
+        return self._header.room_for
+
+    @room_for.setter
+    def room_for(self, generation: int) -> None:
+        self._header.room_for = generation
 
     @property
     def explained(self) -> bool:

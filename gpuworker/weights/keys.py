@@ -33,6 +33,7 @@ class Session:
     :param living_generations: those that workers live of, or would be started of.
     :param timed: counts a part of the boot.
     :param restart_clock: restarts the clock of the load's deadline.
+    :param make_room: called before a load; returns when there is as much memory as there will be.
     :param reloading: under ``--reload`` every worker runs newer code than the last one.
     """
 
@@ -45,6 +46,7 @@ class Session:
     log: Any
     timed: Callable[[str], AbstractContextManager[None]]
     restart_clock: Callable[[], None]
+    make_room: Callable[[], None]
     reloading: bool
 
     @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, TypeVar, overload
 
 from werkzeug.local import LocalProxy
@@ -14,6 +15,7 @@ from gpuworker.arbiter.guard import guard, line_of_the_app
 from gpuworker.arbiter.prefork import Seat
 from gpuworker.arbiter.preload import Preloaded
 from gpuworker.boot import Boot
+from gpuworker.handover import make_room
 from gpuworker.weights import preloaded
 from gpuworker.weights.arena import Arena
 from gpuworker.weights.content import attach, load
@@ -99,7 +101,8 @@ def share(
     :param version: a value, or a function of no arguments that returns one, which says the same.
     :param mutable: all tensors are writable and common to all workers; see :func:`lock`.
     :param private: patterns (``fnmatch``) of names of tensors that every worker gets a copy of: ``"head.*"``.
-    :param warmup: called with the object in each worker before its first request.
+    :param warmup: called with the object in each worker before its first request: for first kernels, ``torch.compile``,
+        caches. If it raises, the worker does not start.
     :raises ShareError: for a loader without a name, and for two loaders of one name.
     :raises PackingError: for an object that cannot be passed to another process.
     """
@@ -157,8 +160,20 @@ def enter_worker(seat: Seat, log: Any, boot: Boot, *, reloading: bool = False) -
         log=log,
         timed=boot.timed,
         restart_clock=boot.restart_clock,
+        make_room=functools.partial(_make_room, seat, log),
         reloading=reloading,
     )
+
+
+def _make_room(seat: Seat, log: Any) -> None:
+    """Before a load: where the operator asked for it, let the old workers go first, and then their weights."""
+    board, generation = seat.board, seat.generation
+    if generation.settings.reload != "recreate":
+        return
+    if board.room_for < generation.number and min(board.living_generations()) < generation.number:
+        log.info("The old workers leave before new weights are loaded (GPUWORKER_RELOAD=recreate)")
+    make_room(board, generation.number)
+    drop_unused()
 
 
 def bind_proxies() -> None:
@@ -255,6 +270,8 @@ def _obtain(session: Session, spec: Spec) -> Any:
         key = key_of(session, spec)
         shared = attach(session, spec, key)
         if shared is None:
+            # Without the lock: an old worker may be loading, and have to be ready before it leaves.
+            session.make_room()
             with session.load_lock(spec.name):
                 shared = attach(session, spec, key)
                 if shared is None:
@@ -262,4 +279,5 @@ def _obtain(session: Session, spec: Spec) -> Any:
                     session.arena.trim()
                     shared = attach(session, spec, key)
                     assert shared is not None
+    with session.timed("warm-up") if spec.warmup else nullcontext():
         return _warm(spec, _remember(spec, shared))

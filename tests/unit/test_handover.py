@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from gpuworker.handover import may_leave, reload_failed
-from gpuworker.process import exists
-from gpuworker.status.scoreboard import Row
+from gpuworker import handover
+from gpuworker.handover import make_room, may_leave, reload_failed
+from gpuworker.process import NOBODY, exists
+from gpuworker.status.scoreboard import Row, Scoreboard
 
 ALIVE, DEAD = 1000, 2000
 SLOT = 1
@@ -106,6 +107,10 @@ def test_a_process_that_does_not_exist(no_process: int) -> None:
     assert not exists(no_process)
 
 
+def test_a_process_that_was_reaped_does_not_exist() -> None:
+    assert not exists(NOBODY)
+
+
 def test_a_process_of_another_user_exists(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(pid: int, number: int) -> None:
         raise PermissionError(1, "Operation not permitted")
@@ -130,3 +135,34 @@ def test_a_process_of_another_user_exists(monkeypatch: pytest.MonkeyPatch) -> No
 )
 def test_reload_failed(newest: int, rows: list[Row], answer: bool) -> None:
     assert reload_failed(OWN, newest, [OWN, *rows], lambda pid: pid == 99) is answer
+
+
+# Room for new weights.
+
+
+@pytest.fixture
+def living(board: Scoreboard, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The generations of the workers that live; at each look one less, once they have been asked to leave."""
+    generations: list[int] = []
+
+    def one_leaves(seconds: float) -> None:
+        assert board.room_for == 3
+        generations.pop(0)
+
+    monkeypatch.setattr(handover.time, "sleep", one_leaves)
+    monkeypatch.setattr(Scoreboard, "living_generations", lambda board: set(generations))
+    return generations
+
+
+def test_older_workers_make_room(board: Scoreboard, living: list[int]) -> None:
+    living += [1, 1, 2, 3, 3]
+    make_room(board, 3)
+    assert living == [3, 3]
+
+
+@pytest.mark.parametrize("others", [[], [0], [3], [4], [0, 3, 4]])
+def test_nobody_else_is_asked_to_leave(board: Scoreboard, living: list[int], others: list[int]) -> None:
+    living += others
+    make_room(board, 3)
+    assert living == others
+    assert board.room_for == 0

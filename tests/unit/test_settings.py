@@ -26,6 +26,8 @@ def test_nothing_set_gives_the_defaults() -> None:
         ("GPUWORKER_LOAD_TIMEOUT", "600", "load_timeout", 600.0),
         ("GPUWORKER_LOAD_TIMEOUT", "0.5", "load_timeout", 0.5),
         ("GPUWORKER_LOAD_TIMEOUT", " 1e3\n", "load_timeout", 1000.0),
+        ("GPUWORKER_RELOAD", "rolling", "reload", "rolling"),
+        ("GPUWORKER_RELOAD", " recreate ", "reload", "recreate"),
         ("GPUWORKER_THREADS", "1", "threads", 1),
         ("GPUWORKER_THREADS", " 16 ", "threads", 16),
     ],
@@ -61,6 +63,11 @@ def test_a_bad_count_is_quoted_with_what_is_allowed(text: str) -> None:
 )
 def test_a_number_too_large_to_be_used_is_quoted(name: str, text: str) -> None:
     assert f"{name}={text!r}" in error_of({name: text})
+
+
+@pytest.mark.parametrize("text", ["", "replace", "Rolling", "1"])
+def test_an_unknown_way_to_reload_is_quoted_with_what_is_allowed(text: str) -> None:
+    assert error_of({"GPUWORKER_RELOAD": text}) == f"GPUWORKER_RELOAD={text!r} is neither rolling nor recreate."
 
 
 @pytest.mark.parametrize("text", ["", "  "])

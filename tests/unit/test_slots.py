@@ -5,6 +5,7 @@ import random
 import pytest
 
 from gpuworker.arbiter.slots import SlotTable, lowest_free
+from gpuworker.process import NOBODY
 from gpuworker.status.scoreboard import CAPACITY, Scoreboard, State
 
 
@@ -54,6 +55,16 @@ def test_slots_count_from_0(table: SlotTable) -> None:
 def test_the_slot_of_a_reaped_worker_is_given_out_again(table: SlotTable, slot: int) -> None:
     take(table, 3)[slot].reap()
     assert [table.take(FakeWorker(), 1).slot for _ in range(2)] == [slot, 3]
+
+
+def test_a_row_does_not_keep_the_pid_of_a_reaped_worker(table: SlotTable, board: Scoreboard) -> None:
+    # The kernel may give the number to a process that has nothing to do with this server.
+    workers = take(table, 2)
+    for row in board.rows():
+        row.pid = 4321
+    workers[0].reap()
+    take(table, 1, generation=2)
+    assert [row.pid for row in board.rows()] == [NOBODY, 4321, 0]
 
 
 def test_the_lowest_of_several_free_slots_comes_first(table: SlotTable) -> None:

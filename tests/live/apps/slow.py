@@ -13,9 +13,8 @@ home = Path(os.environ["HOME"])
 with (home / "loads").open("a") as loads:
     loads.write(f"{os.getpid()}\n")
 time.sleep(float(os.environ.get("LOAD_SECONDS", "0")))
-if (home / "hang").exists():
-    while True:
-        time.sleep(0.5)
+while (home / "hang").exists():
+    time.sleep(0.1)
 if (home / "fail").exists():
     raise ValueError("the weights are not there")
 if (home / "exit").exists():
