@@ -446,7 +446,8 @@ def test_a_saved_file_restarts_the_workers_and_keeps_the_weights(
     # gunicorn serves a page with the error, and looks at the file from then on.
     save(server, EDITED.replace("EDITED", "3 3"))
     server.wait_for_log(READY, 6)
-    assert b"SyntaxError" in server.get("/edited")[1]
+    status, page = server.get("/edited")
+    assert (status, b"in load_wsgi" in page) == (500, True), page
     # An error of another kind would end gunicorn's own worker, and with it the server.
     save(server, "import nothing_of_that_name\n")
     for slot in (0, 1):
