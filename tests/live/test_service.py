@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import socket
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 from tests.live.manager import Manager
 from tests.live.server import Server, is_running, marked_processes, wait_until
 from tests.live.test_share import FDS_OF_AN_OBJECT, ask_each, kill, loads, memfds, parked_fds, reload, wait_until_each
+from tests.live.test_upgrade import Process
 
 Make = Callable[..., Server]
 ON = {"GPUWORKER_FDSTORE": "on", "KEPT_BY": "files"}
@@ -205,3 +207,54 @@ def test_an_upgrade_leaves_the_manager_to_the_old_server(make_service: Callable[
     service.restart()
     ask_each(service.server, 2)
     assert len(loads(tmp_path)) == 1
+
+
+# The real one.
+
+
+@pytest.mark.skipif(
+    os.getuid() != 0 or not Path("/run/systemd/system").exists(), reason="needs root on a machine that runs systemd"
+)
+def test_a_real_systemd(tmp_path: Path) -> None:
+    def systemctl(*args: str) -> str:
+        done = subprocess.run(["systemctl", *args, unit], capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    def new_process(old: int) -> Process:
+        def started() -> int:
+            pid = int(systemctl("show", "--property=MainPID", "--value"))
+            return pid if pid != old else 0
+
+        return Process(wait_until(started, "the service"))
+
+    (tmp_path / "seed").write_text("1")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    server = Server(tmp_path, "shares:app", bind=f"127.0.0.1:{port}", env=ON, devices="cpu")
+    unit = f"gpuworker-test-{os.getpid()}.service"
+    properties = {
+        "Type": "notify",
+        "FileDescriptorStoreMax": "1",
+        "Restart": "always",
+        "RestartSec": "0",
+        "KillMode": "mixed",
+        "WorkingDirectory": str(tmp_path),
+        "StandardOutput": f"append:{server.log_path}",
+        "StandardError": f"append:{server.log_path}",
+    }
+    run = ["systemd-run", f"--unit={unit}", *(f"--property={name}={value}" for name, value in properties.items())]
+    run += [f"--setenv={name}={value}" for name, value in server.env.items()]
+    subprocess.run([*run, *server.command], check=True, capture_output=True)
+    try:
+        server.process = new_process(0)  # type: ignore[assignment]
+        first = {answer["digest"] for answer in ask_each(server, 2).values()}
+        copies = memfds(server)
+        for how in (["restart"], ["kill", "--signal=KILL"], ["restart"]):
+            systemctl(*how)
+            server.process = new_process(server.pid)  # type: ignore[assignment]
+            assert {answer["digest"] for answer in ask_each(server, 2).values()} == first
+            assert memfds(server) == copies
+        assert len(loads(tmp_path)) == 1
+        assert systemctl("show", "--property=NFileDescriptorStore", "--value") == "1"
+    finally:
+        systemctl("stop")
