@@ -8,6 +8,7 @@ import json
 import os
 import re
 import signal
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -252,15 +253,19 @@ def test_two_devices(make_server: Make, upgrade: Upgrade, tmp_path: Path) -> Non
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root may change the user")
-def test_another_user(make_server: Make, upgrade: Upgrade, tmp_path: Path) -> None:
-    (tmp_path / "several.py").write_text(SEVERAL.replace("counter += 1\n", ""))
-    old = make_server("several:app", "--preload", **ONE_DEVICE)
-    ask_each(old, 2, "/sums")
-    old.write_config("user = 65534")
-    new = upgrade(old)
-    leave(old)
-    assert {tuple(answer["sums"]) for answer in ask_each(new, 2, "/sums").values()} == {(3, 3, 3)}
-    assert new.log.count("loads first") == 1
+def test_another_user(make_server: Make, upgrade: Upgrade) -> None:
+    with tempfile.TemporaryDirectory() as directory:  # that other users may read
+        Path(directory).chmod(0o755)
+        Path(directory, "several.py").write_text(SEVERAL.replace("counter += 1\n", ""))
+        old = make_server("several:app", "--preload", "--pythonpath", directory, **ONE_DEVICE)
+        ask_each(old, 2, "/sums")
+        # Flask imports it in the first request, when the new user may not be allowed to read it.
+        old.write_config("import encodings.idna\nuser = 65534")
+        new = upgrade(old)
+        leave(old)
+        assert {tuple(answer["sums"]) for answer in ask_each(new, 2, "/sums").values()} == {(3, 3, 3)}
+        assert new.log.count("loads first") == 1
+        new.stop()
 
 
 def test_a_new_server_without_this_package_holds_no_weights(
