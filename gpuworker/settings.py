@@ -24,12 +24,14 @@ class Settings:
 
     :param devices: ``auto`` or a comma separated list, see :mod:`gpuworker.arbiter.devices`.
     :param load_timeout: seconds that importing the app and loading its model may take.
+    :param fdstore: whether the service manager keeps the shared objects over a restart of the service.
     :param threads: intra-op threads of torch in one worker, or None for a fair share of the machine.
     :param reload: ``rolling``: the old workers serve until the new ones are ready. ``recreate``: where new weights have
         to be loaded, the old workers leave first.
     """
 
     devices: str = "auto"
+    fdstore: bool = False
     load_timeout: float = 600.0
     threads: int | None = None
     reload: str = "rolling"
@@ -75,6 +77,12 @@ def _seconds(name: str, text: str) -> float:
     return value
 
 
+def _switch(name: str, text: str) -> bool:
+    if text not in ("on", "off"):
+        raise SettingError(f"{name}={text!r} is neither on nor off.")
+    return text == "on"
+
+
 def _count(name: str, text: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) <= 4 and int(text) >= 1):
         raise SettingError(f"{name}={text!r} is not a whole number from 1 to 9999.")
@@ -89,6 +97,7 @@ def _reload(name: str, text: str) -> str:
 
 _READERS: dict[str, tuple[str, Callable[[str, str], Any]]] = {
     "GPUWORKER_DEVICES": ("devices", _text),
+    "GPUWORKER_FDSTORE": ("fdstore", _switch),
     "GPUWORKER_LOAD_TIMEOUT": ("load_timeout", _seconds),
     "GPUWORKER_RELOAD": ("reload", _reload),
     "GPUWORKER_THREADS": ("threads", _count),

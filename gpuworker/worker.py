@@ -51,6 +51,7 @@ class _CudaMixin(Worker):
 
         :raises RuntimeError: at the first start only; gunicorn prints it and exits with 1.
         """
+        prefork.inherit()
         try:
             guard.install()
             preload.watch()

@@ -17,9 +17,11 @@ import torch
 from gunicorn.errors import HaltServer
 
 from gpuworker import process
-from gpuworker.arbiter import deaths, preload
+from gpuworker.arbiter import adoption, deaths, preload
+from gpuworker.arbiter.adoption import Inheritance
 from gpuworker.arbiter.devices import Device, DeviceError, Devices, discover
 from gpuworker.arbiter.guard import guard
+from gpuworker.arbiter.manager import ServiceManager, StoreKey
 from gpuworker.arbiter.preload import Preloaded, PreloadError
 from gpuworker.arbiter.slots import SlotTable
 from gpuworker.settings import SettingError, Settings
@@ -77,7 +79,7 @@ class Arbiter:
         self._board = Scoreboard()
         self._slots = SlotTable(self._board)
         self._locks = Locks()
-        self._stores: dict[tuple[str, int], Store] = {}
+        self._stores: dict[StoreKey, Store] = {}
         self._ooms = deaths.count_oom_kills()
         self._cfg: object = None
         self._generation = Generation(0)
@@ -89,6 +91,7 @@ class Arbiter:
         if worker.cfg is not self._cfg:
             self._cfg = worker.cfg
             self._start_generation(worker.log)
+            self._settle_stores(worker)
         try:
             self._explain_deaths(worker.log)
             row = self._slots.take(worker, self._generation.number)
@@ -96,6 +99,7 @@ class Arbiter:
             if self._generation.devices:
                 device = self._generation.devices.of_slot(row.slot)
                 store = self._store_of(device)
+            self._keep_stores(worker.log)
         except Exception as error:
             problem = _unexpected(worker.log, error)
         # Not before it has a row: a generation without any is one that failed.
@@ -112,10 +116,26 @@ class Arbiter:
 
     def _store_of(self, device: Device) -> Store:
         # One for each device, and the same for all generations: weights may outlive a HUP.
-        key = (device.uuid or device.token, device.index if device.is_cpu else 0)
+        key = (device.uuid or device.token or "cpu", device.index if device.is_cpu else 0)
         if key not in self._stores:
-            self._stores[key] = Store()
+            self._stores[key] = _inheritance.pop(key)
         return self._stores[key]
+
+    def _settle_stores(self, worker: Any) -> None:
+        """Take what the server before has left for the devices that the workers will use, and nothing else."""
+        try:
+            adoption.follow(worker.cfg, self._stores, _manager)
+            if self._generation.devices:
+                for slot in range(worker.cfg.workers):
+                    self._store_of(self._generation.devices.of_slot(slot))
+                _inheritance.close(worker.log)
+        except Exception as error:
+            _unexpected(worker.log, error)
+
+    def _keep_stores(self, log: Any) -> None:
+        if os.environ.get("GUNICORN_PID") == str(os.getppid()):
+            return  # Started by USR2, and the service is still the other's. gunicorn drops the variable when that ends.
+        _manager.keep(self._stores if self._generation.settings.fdstore else {}, os.environ, log)
 
     def _start_generation(self, log: Any) -> None:
         number = self._generation.number + 1
@@ -158,7 +178,16 @@ def _announce(log: Any, devices: Devices) -> None:
     log.info("Devices, taken by the slots in turn: %s", "; ".join(map(str, devices.items)))
 
 
+_manager = ServiceManager()
+_inheritance = Inheritance(_manager)
 _arbiter: Arbiter | None = None
+
+
+def inherit() -> None:
+    """Take over what the server before has left. Before gunicorn looks for sockets to listen at, and before an app that
+    it preloads starts anything.
+    """
+    _inheritance.take(os.environ)
 
 
 def take_seat(worker: Any) -> Seat:

@@ -6,7 +6,7 @@ import os
 import pickle
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from gpuworker.weights.arena import Layout, lay_out, slices
 from gpuworker.weights.cpu import CpuArena
 from gpuworker.weights.keys import Key, Session, ShareError, Spec, stamp_of
 from gpuworker.weights.packing import Packed, Source, no_collection, pack, unpack
-from gpuworker.weights.store import Entry
+from gpuworker.weights.store import ADOPTED, Entry
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,10 @@ def load(session: Session, spec: Spec, key: Key) -> None:
     fds: list[int] = []
     try:
         content = _fill(session, spec, packed, fds)
-        entry = Entry(spec.name, key.text, session.generation, tuple(layout.nbytes for layout in content.layouts))
-        alive = session.living_generations()
+        sizes = tuple(layout.nbytes for layout in content.layouts)
+        entry = Entry(spec.name, key.text, session.generation, sizes, key.lasting)
+        # What was adopted may be just what the app shares next; it is dropped when a worker is ready without it.
+        alive = session.living_generations() | {ADOPTED}
         with session.store_lock():
             # Under one name only the newest object is of use to workers to come.
             session.store.update(lambda old: old if old.generation in alive and old.name != spec.name else None)
@@ -116,17 +118,27 @@ def attach(session: Session, spec: Spec, key: Key) -> Any:
         return None
     entry, fds = found
     try:
-        content = pickle.loads(Path(f"/proc/self/fd/{fds[0]}").read_bytes())
-        if any(_changed(stamp) for stamp in content.source_files):
-            return None
-        with no_collection():
-            shared = unpack(content.pickle, _storages(session, spec, content, fds[1:]))
+        shared = _unpacked(session, spec, fds)
+    except Exception as error:
+        if entry.generation != ADOPTED:
+            raise
+        _drop_adopted(session, entry, error)
+        return None
     finally:
         for fd in fds:
             os.close(fd)
-    if entry.generation < session.generation:
+    if shared is not None and entry.generation < session.generation:
         _keep_for_this_generation(session, entry.key)
     return shared
+
+
+def _unpacked(session: Session, spec: Spec, fds: list[int]) -> Any:
+    """The object; None if the code of a class inside has changed."""
+    content = pickle.loads(Path(f"/proc/self/fd/{fds[0]}").read_bytes())
+    if any(_changed(stamp) for stamp in content.source_files):
+        return None
+    with no_collection():
+        return unpack(content.pickle, _storages(session, spec, content, fds[1:]))
 
 
 def _changed(stamp: tuple[str, int, int, int]) -> bool:
@@ -153,13 +165,20 @@ def _nothing(device_type: str) -> torch.UntypedStorage:
     return torch.UntypedStorage(0, device=device_type)  # type: ignore[no-untyped-call]
 
 
+def _drop_adopted(session: Session, entry: Entry, error: Exception) -> None:
+    """Whatever is wrong with what another server has left, it must not keep this one from starting, again and again."""
+    session.log.warning("%s is loaded anew, that of the last server cannot be used: %r", entry.name, error)
+    with session.store_lock():
+        session.store.update(lambda old: None if (old.key, old.generation) == (entry.key, ADOPTED) else old)
+
+
 def _keep_for_this_generation(session: Session, key: str) -> None:
     own = session.generation
 
     def newer(entry: Entry) -> Entry:
         if entry.key != key or entry.generation >= own:
             return entry
-        return Entry(entry.name, entry.key, own, entry.sizes)
+        return replace(entry, generation=own)
 
     with session.store_lock():
         session.store.update(newer)

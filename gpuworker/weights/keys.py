@@ -6,6 +6,7 @@ import hashlib
 import inspect
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 
+import gpuworker
 from gpuworker.arbiter.devices import Device
 from gpuworker.weights.arena import Arena
 from gpuworker.weights.locks import Lock, Locks
@@ -68,7 +70,10 @@ class Session:
 
 @dataclass(frozen=True)
 class Spec:
-    """One call of :func:`share`."""
+    """One call of :func:`share`.
+
+    :param of_arbiter: it is made from what this arbiter has in its memory, and the same as long as that lives.
+    """
 
     loader: Callable[[], Any]
     name: str
@@ -77,6 +82,7 @@ class Spec:
     mutable: bool
     private: tuple[str, ...]
     warmup: Callable[[Any], object] | None
+    of_arbiter: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,10 +92,14 @@ class Key:
     Within a generation the `identity` will do, so that a file that changes under a running server does not give workers
     that replace crashed ones other weights than their siblings. From one generation to the next, and from one
     process to the next under ``--reload``, an object is kept if its `stamp`, of files and version, stays the same.
+
+    :ivar lasting: whether that goes for the workers of another arbiter, too (USR2, restart of the service). Not for
+        what is mutable: its lock is of one arbiter, and old and new code would write to it at the same time.
     """
 
     identity: str
     stamp: str
+    lasting: bool = False
 
     @property
     def text(self) -> str:
@@ -108,12 +118,18 @@ def key_of(session: Session, spec: Spec) -> Key:
     :raises ShareError: if one of its files cannot be read.
     """
     version = spec.version() if callable(spec.version) else spec.version
-    identity = _digest(spec.name, source_of(spec.loader), spec.mutable, spec.private, torch.__version__)
+    identity = _digest(spec.name, source_of(spec.loader), spec.mutable, spec.private, *_versions())
+    if spec.files or version is not None:
+        stamp = _digest([stamp_of(path) for path in spec.files], repr(version))
+        return Key(identity, stamp, lasting=not spec.mutable)
     # Objects without a stamp of their own must still differ from each other in the store.
     own = session.generation, os.getpid() if session.reloading else 0
-    lasting = bool(spec.files) or version is not None
-    stamp = _digest([stamp_of(path) for path in spec.files], repr(version)) if lasting else _digest(own)
-    return Key(identity, stamp)
+    return Key(identity, _digest("of this arbiter" if spec.of_arbiter else own))
+
+
+def _versions() -> tuple[object, ...]:
+    """Of what reads and writes the stored form of an object."""
+    return torch.__version__, gpuworker.__version__, sys.version_info[:2]
 
 
 def _digest(*parts: object) -> str:

@@ -192,7 +192,7 @@ def bind_preloaded(content: Preloaded | None) -> None:
     private = ("private.*",) if any(content.private) else ()
     # The arbiter keeps a preloaded app over a HUP, and so its weights stay, too.
     loader = functools.partial(preloaded.contents, content)
-    spec = Spec(loader, preloaded.NAME, (), "of this arbiter", mutable=False, private=private, warmup=None)
+    spec = Spec(loader, preloaded.NAME, (), None, mutable=False, private=private, warmup=None, of_arbiter=True)
     preloaded.bind(content, _obtain(session, spec), stand_in=session.arena.device_type == "cpu")
     del _registry.objects[preloaded.NAME]
 

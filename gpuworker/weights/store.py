@@ -25,14 +25,17 @@ import struct
 import termios
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 
 _MAX_FDS = 253  # SCM_MAX_FD of the kernel: descriptors in one message
 _FD_ROOM = socket.CMSG_SPACE(_MAX_FDS * array("i").itemsize)
 # Asked for, not taken as given: net.core.wmem_default differs between machines. The kernel grants twice the value.
 _BUFFER = 212992
+
+#: The generation of what the workers of another arbiter have loaded: older than all of this one.
+ADOPTED = 0
 
 
 class StoreError(RuntimeError):
@@ -47,12 +50,14 @@ class Entry:
     :ivar key: hex digest; the same key means the same object.
     :ivar generation: the newest generation that uses it.
     :ivar sizes: numbers that the owner wants to know without opening the descriptors, such as their sizes in bytes.
+    :ivar lasting: whether the workers of another arbiter may use it, too; the key must say all that it is made of.
     """
 
     name: str
     key: str
     generation: int
     sizes: tuple[int, ...]
+    lasting: bool = False
 
 
 _Parked = tuple[Entry, list[int]]
@@ -69,6 +74,8 @@ class Store:
         self._sender, self._receiver = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._sender.setblocking(False)
         self._receiver.setblocking(False)
+        # Whoever holds this end alone can read the content, and no more: all that another server needs.
+        self.fd = self._receiver.fileno()
         self._sender.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
         # The old message has to leave room for the new one, and the kernel charges up to twice the bytes of a message.
         self._max_bytes = self._sender.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) // 4
@@ -80,7 +87,7 @@ class Store:
 
         :raises StoreError: when RLIMIT_NOFILE leaves no room for them.
         """
-        with self._peek() as content:
+        with _peek(self._receiver, self._max_bytes) as content:
             for position, (entry, _) in enumerate(content):
                 if entry.key == key:
                     return content.pop(position)
@@ -103,7 +110,7 @@ class Store:
         :raises OSError: when one of `fds` is not an open descriptor.
         """
         self._keep_newest()
-        with self._peek() as content:
+        with _peek(self._receiver, self._max_bytes) as content:
             others = [parked for parked in content if parked[0].key != entry.key]
             self._replace([*others, (entry, list(fds))])
 
@@ -115,43 +122,37 @@ class Store:
         :raises StoreError: as `publish`.
         """
         self._keep_newest()
-        with self._peek() as content:
+        with _peek(self._receiver, self._max_bytes) as content:
             changed = [(new, fds) for entry, fds in content if (new := change(entry)) is not None]
             if changed != content:
                 self._replace(changed)
+
+    def adopt(self, fd: int) -> list[Entry]:
+        """Take over the lasting entries of the store of which another arbiter handed over the :attr:`fd`.
+
+        Nobody else may use this store yet; that one may be in use. The caller closes `fd`.
+
+        :returns: what was taken.
+        :raises OSError: if `fd` is not the socket of a store.
+        :raises ValueError: if its content is not that of a store of this version.
+        :raises StoreError: as `publish`.
+        """
+        with socket.socket(fileno=os.dup(fd)) as other, _peek(other, self._max_bytes) as content:
+            taken = [(replace(entry, generation=ADOPTED), fds) for entry, fds in content if entry.lasting]
+            if taken:
+                self._replace(taken)
+        return [entry for entry, _ in taken]
+
+    def clear(self) -> None:
+        """Drop everything. Nobody may use the store any more."""
+        with suppress(BlockingIOError):
+            while True:
+                self._receiver.recv(1)
 
     def close(self) -> None:
         """Close this process's ends. The content stays while another process has them."""
         self._sender.close()
         self._receiver.close()
-
-    @contextmanager
-    def _peek(self) -> Iterator[list[_Parked]]:
-        """The content with copies of all descriptors; those still in the list at the end are closed."""
-        data, fds = self._receive_copies()
-        unclaimed = iter(fds)
-        content = [(entry, list(islice(unclaimed, count))) for entry, count in _parse(data)]
-        try:
-            yield content
-        finally:
-            for _, left in content:
-                _close_all(left)
-
-    def _receive_copies(self) -> tuple[bytes, list[int]]:
-        # Not socket.recv_fds: it ignores its flags, and would take the message away.
-        flags = socket.MSG_PEEK | socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
-        try:
-            data, ancillary, happened, _ = self._receiver.recvmsg(self._max_bytes, _FD_ROOM, flags)
-        except BlockingIOError:
-            return b"[]", []
-        fds = array("i", b"".join(raw for _, _, raw in ancillary)).tolist()
-        if happened & socket.MSG_CTRUNC:
-            _close_all(fds)
-            raise StoreError(
-                f"this process may not open the descriptors of the shared objects: its limit RLIMIT_NOFILE is "
-                f"{_open_files_limit()}. Raise it (ulimit -n, LimitNOFILE= of systemd)"
-            )
-        return data, fds
 
     def _replace(self, content: Sequence[_Parked]) -> None:
         self._send(content)
@@ -195,10 +196,49 @@ class Store:
             return 0
 
 
+@contextmanager
+def _peek(receiver: socket.socket, room: int) -> Iterator[list[_Parked]]:
+    """The content with copies of all descriptors; those still in the list at the end are closed."""
+    data, fds = _receive_copies(receiver, room)
+    unclaimed = iter(fds)
+    content: list[_Parked] = []
+    try:
+        content.extend((entry, list(islice(unclaimed, count))) for entry, count in _parse(data))
+        yield content
+    finally:
+        for _, left in content:
+            _close_all(left)
+        _close_all(list(unclaimed))
+
+
+def _receive_copies(receiver: socket.socket, room: int) -> tuple[bytes, list[int]]:
+    # Not socket.recv_fds: it ignores its flags, and would take the message away.
+    flags = socket.MSG_PEEK | socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
+    try:
+        data, ancillary, happened, _ = receiver.recvmsg(room, _FD_ROOM, flags)
+    except BlockingIOError:
+        return b"[]", []
+    fds = array("i", b"".join(raw for _, _, raw in ancillary)).tolist()
+    if happened & socket.MSG_CTRUNC:
+        _close_all(fds)
+        raise StoreError(
+            f"this process may not open the descriptors of the shared objects: its limit RLIMIT_NOFILE is "
+            f"{_open_files_limit()}. Raise it (ulimit -n, LimitNOFILE= of systemd)"
+        )
+    return data or b"[]", fds  # b"": the store was empty, and its other end has gone with the server
+
+
 def _parse(data: bytes) -> Iterator[tuple[Entry, int]]:
-    """The entries of an index, each with its number of descriptors."""
-    for item in json.loads(data):
-        yield Entry(item["name"], item["key"], item["generation"], tuple(item["sizes"])), item["fds"]
+    """The entries of an index, each with its number of descriptors.
+
+    :raises ValueError: for what another version has written.
+    """
+    try:
+        for item in json.loads(data):
+            count = item.pop("fds")
+            yield Entry(**item | {"sizes": tuple(item["sizes"])}), count
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"not the index of a store: {error!r}") from error
 
 
 def _close_all(fds: Sequence[int]) -> None:

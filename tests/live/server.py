@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -106,10 +106,16 @@ class Server:
     def __exit__(self, *exc: object) -> None:
         self.stop()
 
-    def start(self) -> Server:
+    def start(self, pass_fds: Sequence[int] = ()) -> Server:
         with self.log_path.open("ab") as log:
             self.process = subprocess.Popen(
-                self.command, cwd=self.tmp_path, env=self.env, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+                self.command,
+                cwd=self.tmp_path,
+                env=self.env,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=pass_fds,
             )
         return self
 

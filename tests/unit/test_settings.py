@@ -28,6 +28,8 @@ def test_nothing_set_gives_the_defaults() -> None:
         ("GPUWORKER_LOAD_TIMEOUT", " 1e3\n", "load_timeout", 1000.0),
         ("GPUWORKER_RELOAD", "rolling", "reload", "rolling"),
         ("GPUWORKER_RELOAD", " recreate ", "reload", "recreate"),
+        ("GPUWORKER_FDSTORE", "on", "fdstore", True),
+        ("GPUWORKER_FDSTORE", "off", "fdstore", False),
         ("GPUWORKER_THREADS", "1", "threads", 1),
         ("GPUWORKER_THREADS", " 16 ", "threads", 16),
     ],
@@ -46,6 +48,11 @@ def test_bad_seconds_are_quoted_with_what_is_allowed(text: str) -> None:
     assert error_of({"GPUWORKER_LOAD_TIMEOUT": text}) == (
         f"GPUWORKER_LOAD_TIMEOUT={text!r} is not a number of seconds above 0 and up to a year, such as 600."
     )
+
+
+@pytest.mark.parametrize("text", ["", "1", "true", "ON"])
+def test_a_bad_switch_is_quoted_with_what_is_allowed(text: str) -> None:
+    assert error_of({"GPUWORKER_FDSTORE": text}) == f"GPUWORKER_FDSTORE={text!r} is neither on nor off."
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "", "two", "1.5", "1e3", "1_0", "+1", "0x2", "1 2", "²", "\u0663"])
