@@ -36,7 +36,7 @@ def in_a_child(test: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(test)
     def run(**fixtures: Any) -> None:
-        run_child(lambda: test(**fixtures))
+        run_child(lambda: (torch.set_num_threads(1), test(**fixtures)))  # more of them the fork has lost
 
     return run
 

@@ -94,8 +94,10 @@ def test_no_worker_is_older_than_a_reload_when_the_server_stops(worker: CudaWork
 def test_a_generation_is_not_the_newest_before_it_has_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     # An old worker that looked in between would take the reload for one that failed, and the SIGTERM for itself.
     monkeypatch.setattr(prefork, "_mark_stop_signals", lambda board: None)
-    monkeypatch.setattr(prefork, "Store", object)
     monkeypatch.setattr(prefork, "Locks", object)
+    monkeypatch.setattr(prefork.Arbiter, "_settle_stores", lambda self, worker: None)
+    monkeypatch.setattr(prefork.Arbiter, "_keep_stores", lambda self, log: None)
+    monkeypatch.setattr(prefork.Arbiter, "_store_of", lambda self, device: None)
     monkeypatch.setattr(prefork.preload, "finish", lambda *, app_is_here: None)
     monkeypatch.setenv("GPUWORKER_DEVICES", "cpu")
     arbiter = prefork.Arbiter(app_is_here=False)
