@@ -133,6 +133,8 @@ class Arbiter:
             _unexpected(worker.log, error)
 
     def _keep_stores(self, log: Any) -> None:
+        if self._generation.devices is None:
+            return  # After a HUP with settings that cannot be read: what was kept stays so.
         if os.environ.get("GUNICORN_PID") == str(os.getppid()):
             return  # Started by USR2, and the service is still the other's. gunicorn drops the variable when that ends.
         _manager.keep(self._stores if self._generation.settings.fdstore else {}, os.environ, log)

@@ -172,7 +172,7 @@ from gpuworker.weights.cpu import CpuArena
 def attach(self, fd, nbytes, mutable, attach=CpuArena.attach):
     if os.path.exists("break"):
         raise OSError("a broken arena")
-    return attach(self, fd, nbytes, mutable)
+    return attach(self, fd, nbytes, mutable=mutable)
 
 def create(self, nbytes, create=CpuArena.create):
     if os.path.exists("break"):
@@ -194,13 +194,14 @@ CpuArena.attach, CpuArena.create = attach, create
 def test_an_upgrade_leaves_the_manager_to_the_old_server(make_service: Callable[..., Service], tmp_path: Path) -> None:
     service = make_service()
     old = set(ask_each(service.server, 2))
-    sent = len(service.manager.messages), service.manager.stored
+    stored = service.manager.stored
+    sent = len(service.manager.messages)
     service.server.signal(signal.SIGUSR2)
     pid_path = tmp_path / "gunicorn.pid.2"
     service.server.wait_for_log(" ready in ", 4)
     new = int(pid_path.read_text())
-    assert service.manager.stored == sent[1]
-    assert not any("FDSTORE" in message for message in service.manager.messages[sent[0] :])
+    assert service.manager.stored == stored
+    assert not any("FDSTORE" in message for message in service.manager.messages[sent:])
     os.kill(new, signal.SIGTERM)
     wait_until(lambda: not is_running(new), "the new arbiter to go")
     assert set(ask_each(service.server, 2)) == old
