@@ -7,6 +7,7 @@ it before it imports the app.
 
 from __future__ import annotations
 
+import builtins
 import functools
 import linecache
 import os
@@ -43,6 +44,7 @@ class Guard:
     def __init__(self) -> None:
         self._patches = Patches()
         self._refusal = ""
+        self._started_at = ""
         self._pid = 0
         self._in_worker = False
         self._threads: int | None = None
@@ -58,6 +60,7 @@ class Guard:
             self._close_the_ways_to_cuda()
         else:
             self._close(torch.cuda, "_lazy_init")
+        self._patches.put(builtins, "__import__", self._watched_import(builtins.__import__))
         self._set_nvml_check()
         set_num_threads(1)
 
@@ -107,10 +110,27 @@ class Guard:
             return ""
         loaded = [name for name in _STARTERS if name in sys.modules]
         hint = f" (of those known to do so, {', '.join(loaded)} is loaded)" if loaded else ""
+        where = f", in this line of the app or above it:\n  {self._started_at}\nN" if self._started_at else ": n"
         return (
             "CUDA was started in gunicorn's arbiter by the config file, a hook or a library that one of them or the "
-            f"preloaded app imported{hint}: no worker forked from it could use a GPU. {_REMEDY}"
+            f"preloaded app imported{hint}{where}o worker forked from it could use a GPU. {_REMEDY}"
         )
+
+    def _watched_import(self, import_: Callable[..., Any]) -> Callable[..., Any]:
+        """Looks at the driver around every import that the app's own code makes: libraries start it past torch."""
+
+        def look(filename: str) -> None:
+            if not (self._started_at or _is_library(filename)) and self.in_arbiter and driver.is_initialised():
+                self._started_at = line_of_the_app()
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            importer = sys._getframe(1).f_code.co_filename
+            look(importer)
+            module = import_(*args, **kwargs)
+            look(importer)
+            return module
+
+        return watched
 
     def _set_nvml_check(self) -> None:
         # Makes torch.cuda.is_available() ask NVML, which unlike the CUDA runtime leaves the process fit to fork.

@@ -49,7 +49,9 @@ def test_a_hook_that_starts_cuda_stops_the_start(make_server: Make, gunicorn: Pa
 @pytest.mark.skipif(not shutil.which("cc"), reason="needs a C compiler for a stand-in of the driver")
 @pytest.mark.parametrize("where", ["config file", "preloaded app"])
 def test_a_driver_that_another_library_started_stops_the_start(make_server: Make, tmp_path: Path, where: str) -> None:
-    source, library = tmp_path / "stub.c", tmp_path / "libcuda.so.1"
+    # Not in the directory of the server, where others would find it, too.
+    (tmp_path / "driver").mkdir()
+    source, library = tmp_path / "stub.c", tmp_path / "driver" / "libcuda.so.1"
     source.write_text("int cuDeviceGetCount(int *count) { *count = 1; return 0; }\n")
     subprocess.run(["cc", "-shared", "-Wl,-soname,libcuda.so.1", "-o", library, source], check=True)
     code = f"import ctypes\ndriver = ctypes.CDLL({str(library)!r})\n"
@@ -57,6 +59,7 @@ def test_a_driver_that_another_library_started_stops_the_start(make_server: Make
     server = make_server(config=code) if where == "config file" else make_server("early:app", "--preload")
     assert server.wait() == 1
     assert server.log.count("CUDA was started in gunicorn's arbiter") == 1
+    assert (f'File "{tmp_path}/early.py", line 3: from where import app' in server.log) == (where == "preloaded app")
     assert "Traceback" not in server.log
     assert "Booting worker" not in server.log
     assert not server.pid_path.exists()
