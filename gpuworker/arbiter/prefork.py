@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,8 +30,8 @@ from gpuworker.status.scoreboard import Row, Scoreboard
 from gpuworker.weights.locks import Locks
 from gpuworker.weights.store import Store
 
-#: Seconds in which gunicorn closes up after a problem at the first start.
-HALT_GRACE = 2.0
+#: Seconds in which gunicorn closes up after a problem at the first start, and says what it was.
+HALT_GRACE = 10.0
 
 
 @dataclass(frozen=True)
@@ -213,8 +214,9 @@ def take_seat(worker: Any) -> Seat:
 
 
 def _halt(reason: str) -> HaltServer:
-    # A thread that the preloaded app started may never end, and Python would wait for it.
-    process.end_by_force(HALT_GRACE, 1)
+    if any(not thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread()):
+        # Of the preloaded app; it may never end, and Python would wait for it.
+        process.end_by_force(HALT_GRACE, 1)
     return HaltServer(reason, 1)
 
 

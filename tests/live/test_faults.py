@@ -37,7 +37,10 @@ def test_a_worker_that_lost_its_device_is_replaced(
     assert {answer["slot"] for answer in after.values()} == {0, 1}
     assert {answer["out"] for answer in after.values()} == {answer["out"] for answer in before.values()}
     assert len(loads(tmp_path)) == 1, "the weights were not loaded again"
-    assert len(load.failures) <= 1 + (kind == "threads"), load.failures
+    # Before 25 gthread drops, when it leaves, connections it has accepted and not yet read.
+    drops = kind == "threads" and gunicorn is not None and gunicorn.name < "25"
+    failures = [failure for failure in load.failures if not (drops and "Connection" in failure)]
+    assert len(failures) <= 1 + (kind == "threads"), failures
     server.wait_for_log(r"Slot (\d) has lost its device over GET /assert: CUDA error: device-side assert")
     assert server.log.count("has lost its device") == 1
     assert "Worker failed to boot" not in server.log
