@@ -44,10 +44,15 @@ class SlotTable:
 
     def forget_reaped(self) -> list[tuple[Holder, Row]]:
         """The workers that were reaped since this was last asked, and the rows they had."""
-        reaped = [(holder, row) for holder, row in self._held if _reaped(holder)]
-        self._held = [(holder, row) for holder, row in self._held if not _reaped(holder)]
-        for _, row in reaped:
-            row.pid = NOBODY
+        held, self._held = self._held, []
+        reaped = []
+        for holder, row in held:
+            # Asked once: gunicorn 22 and 23 reap in a signal handler, at any moment.
+            if _reaped(holder):
+                row.pid = NOBODY
+                reaped.append((holder, row))
+            else:
+                self._held.append((holder, row))
         return reaped
 
     def take(self, worker: Holder, generation: int) -> Row:
