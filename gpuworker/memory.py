@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -23,17 +25,28 @@ def users(uuid: str | None) -> str:
     return _list(asked[1]) if asked else ""
 
 
+@contextmanager
+def nvml_device(uuid: str | None) -> Iterator[tuple[Any, Any]]:
+    """NVML and its handle of a GPU or MIG instance.
+
+    :raises pynvml.NVMLError: if there is no such device, or no driver.
+    """
+    import pynvml
+
+    pynvml.nvmlInit()
+    try:
+        yield pynvml, pynvml.nvmlDeviceGetHandleByUUID(uuid)
+    finally:
+        pynvml.nvmlShutdown()
+
+
 def _ask(uuid: str | None) -> tuple[Any, list[Any]] | None:
     """Memory and running processes."""
     import pynvml
 
     try:
-        pynvml.nvmlInit()
-        try:
-            handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
-            return pynvml.nvmlDeviceGetMemoryInfo(handle), pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
-        finally:
-            pynvml.nvmlShutdown()
+        with nvml_device(uuid) as (nvml, handle):
+            return nvml.nvmlDeviceGetMemoryInfo(handle), nvml.nvmlDeviceGetComputeRunningProcesses(handle)
     except (pynvml.NVMLError, AttributeError, TypeError):
         return None
 

@@ -9,6 +9,7 @@ leaves nothing behind in the process that a fork could break.
 from __future__ import annotations
 
 import glob
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -214,6 +215,15 @@ def _list_gpus(gpus: Sequence[Gpu]) -> str:
         "; ".join(f"{'MIG' if gpu.index is None else gpu.index}: {gpu.name}, {gpu.uuid}" for gpu in gpus)
         or "no NVIDIA GPU"
     )
+
+
+def visible_gpus() -> tuple[Device, ...]:
+    """The GPUs that the environment makes visible; none where they cannot be told."""
+    try:
+        found = discover("auto", os.environ).items
+    except DeviceError:
+        return ()
+    return tuple(device for device in found if not device.is_cpu)
 
 
 def nvml_gpus() -> list[Gpu]:

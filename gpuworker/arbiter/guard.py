@@ -176,15 +176,8 @@ def _restore_variable(name: str, value: str | None) -> None:
 
 @functools.cache
 def _count_devices() -> int:
-    """GPUs by NVML, which the environment makes visible.
-
-    Stands in for the CUDA runtime's count, which torch takes where it cannot use NVML itself (MIG names).
-    """
-    try:
-        found = devices.discover("auto", os.environ).items
-    except devices.DeviceError:
-        return 0
-    return sum(not device.is_cpu for device in found)
+    """Stands in for the CUDA runtime's count, which torch takes where it cannot use NVML itself (MIG names)."""
+    return len(devices.visible_gpus())
 
 
 def line_of_the_app() -> str:

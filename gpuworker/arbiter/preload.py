@@ -117,18 +117,21 @@ def _refuse_threads() -> None:
 
 def _is_of_a_thread_pool(frame: types.FrameType | None) -> bool:
     """Whether it belongs to a ``multiprocessing.pool.ThreadPool``, which would wait for it for ever in a worker."""
+    code = multiprocessing.pool.worker.__code__  # type: ignore[attr-defined]
+    return any(step.f_code is code for step in _frames(frame))
+
+
+def _frames(frame: types.FrameType | None) -> Iterator[types.FrameType]:
+    """`frame` and those that it was called from."""
     while frame is not None:
-        if frame.f_code is multiprocessing.pool.worker.__code__:  # type: ignore[attr-defined]
-            return True
+        yield frame
         frame = frame.f_back
-    return False
 
 
 def _renew_pools() -> None:
     """Let pools of the app start threads anew in the workers, which would wait for idle ones that the fork loses."""
-    for frame in sys._current_frames().values():
-        while frame.f_code is not _POOL_THREAD and frame.f_back:
-            frame = frame.f_back
+    frames = (frame for innermost in sys._current_frames().values() for frame in _frames(innermost))
+    for frame in frames:
         pool = frame.f_locals["executor_reference"]() if frame.f_code is _POOL_THREAD else None
         if pool is not None:
             pool._threads = set()

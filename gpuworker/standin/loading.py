@@ -87,10 +87,8 @@ def _text(location: Any) -> str:
 def _jit_load(redirect: Redirect, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if map_location is None and not hasattr(f, "read"):
-            map_location = "cuda" if _was_saved_on_cuda(f) else None
-        elif map_location is None:
-            f = io.BytesIO(f.read())
+        if map_location is None:
+            f = io.BytesIO(f.read()) if hasattr(f, "read") else f
             map_location = "cuda" if _was_saved_on_cuda(f) else None
         if not redirect.wants_cuda(map_location):
             return original(f, map_location, *args, **kwargs)

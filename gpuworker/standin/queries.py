@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from gpuworker.arbiter import devices
+from gpuworker.memory import nvml_device
 from gpuworker.patches import Patches
 from gpuworker.standin.redirect import CPU, Redirect
 
@@ -58,11 +59,7 @@ def patch(redirect: Redirect, patches: Patches) -> None:
 
 @functools.cache
 def _gpu() -> devices.Device | None:
-    try:
-        first = devices.discover("auto", os.environ).items[0]
-    except devices.DeviceError:
-        return None
-    return None if first.is_cpu else first
+    return next(iter(devices.visible_gpus()), None)
 
 
 @functools.cache
@@ -70,9 +67,9 @@ def _properties() -> _Properties:
     gpu = _gpu()
     if gpu is None:
         return _Properties("CPU", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), 0, 0)
-    nvml, handle = _nvml(gpu)
-    name = nvml.nvmlDeviceGetName(handle)
-    return _Properties(name, _memory()[1], *nvml.nvmlDeviceGetCudaComputeCapability(handle))
+    with nvml_device(gpu.uuid) as (nvml, handle):
+        name, capability = nvml.nvmlDeviceGetName(handle), nvml.nvmlDeviceGetCudaComputeCapability(handle)
+    return _Properties(name, _memory()[1], *capability)
 
 
 def _memory() -> tuple[int, int]:
@@ -81,16 +78,9 @@ def _memory() -> tuple[int, int]:
     if gpu is None:
         page = os.sysconf("SC_PAGE_SIZE")
         return page * os.sysconf("SC_AVPHYS_PAGES"), page * os.sysconf("SC_PHYS_PAGES")
-    nvml, handle = _nvml(gpu)
-    memory = nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
+    with nvml_device(gpu.uuid) as (nvml, handle):
+        memory = nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
     return memory.free, memory.total - memory.reserved  # CUDA does not count what the driver keeps
-
-
-def _nvml(gpu: devices.Device) -> tuple[Any, Any]:
-    import pynvml
-
-    pynvml.nvmlInit()
-    return pynvml, pynvml.nvmlDeviceGetHandleByUUID(gpu.uuid)
 
 
 def _patch_generators(redirect: Redirect, patches: Patches) -> None:
