@@ -14,7 +14,7 @@ import pytest
 
 from tests.gpu.conftest import processes_on, used_bytes
 from tests.gpu.test_share import MIB, WORKER
-from tests.live.server import Server, is_running, wait_until
+from tests.live.server import Server, wait_until
 
 Make = Callable[..., Server]
 
@@ -100,9 +100,7 @@ def test_an_unmodified_app_works_and_shares(make_server: Make, tmp_path: Path, e
     for round_ in range(1, 3):
         os.kill(max(server.worker_pids()), signal.SIGKILL)
         server.wait_ready(2 + round_)
-    old = server.worker_pids()
-    server.signal(signal.SIGHUP)
-    wait_until(lambda: not any(map(is_running, old)), "the hand-over")
+    server.reload()
     assert all(answer == expected for answer in answers(server).values())
     assert server.log.count("Loaded the preloaded app") == 1
     assert len((tmp_path / "imports").read_text().split()) == 1

@@ -134,9 +134,7 @@ def test_reloads_return_to_one_copy(make_server: Make, tmp_path: Path) -> None:
     before = used_bytes()
     server = shared_server(make_server, tmp_path).wait_ready()
     for _ in range(4):
-        old = server.worker_pids()
-        server.signal(signal.SIGHUP)
-        wait_until(lambda old=old: not any(map(is_running, old)), "the hand-over")
+        server.reload()
     limit = before + 1024 * MIB + 2 * WORKER
     wait_until(lambda: used_bytes() < limit, "the weights of old generations to go", 30)
     assert loads(tmp_path) == 5
@@ -146,9 +144,7 @@ def test_weights_outlive_a_reload_when_their_files_stay(make_server: Make, tmp_p
     (tmp_path / "weights").write_text("1")
     server = shared_server(make_server, tmp_path, files=repr([str(tmp_path / "weights")])).wait_ready()
     for expected in (1, 2):
-        old = server.worker_pids()
-        server.signal(signal.SIGHUP)
-        wait_until(lambda old=old: not any(map(is_running, old)), "the hand-over")
+        server.reload()
         assert loads(tmp_path) == expected
         (tmp_path / "weights").write_text("22")
 

@@ -67,9 +67,7 @@ def test_crashes_and_reloads(make_server: Make, tmp_path: Path) -> None:
     workers = server.wait_for_workers(3)
     with Load(server, path="/infer") as load:
         for _ in range(3):
-            old = server.worker_pids()
-            server.signal(signal.SIGHUP)
-            wait_until(lambda old=old: not any(map(is_running, old)), "the old workers to leave")
+            server.reload()
     assert load.failures == []
     server.wait_for_workers(3)
 

@@ -141,6 +141,15 @@ class Server:
     def signal(self, number: signal.Signals) -> None:
         os.kill(self.pid, number)
 
+    def reload(self) -> None:
+        """HUP, until the old workers are gone."""
+        old = self.worker_pids()
+        self.signal(signal.SIGHUP)
+        try:
+            wait_until(lambda: not any(map(is_running, old)), "the old workers to leave")
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.log}") from None
+
     # Log
 
     @property

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.live.server import Server
-from tests.live.test_share import ask_each, kill, one_after_the_other, pss, reload
+from tests.live.test_share import ask_each, kill, one_after_the_other, pss
 
 Make = Callable[..., Server]
 
@@ -100,7 +100,7 @@ def test_the_very_tensors_are_on_the_device_of_each_worker(make_server: Make, tm
     assert all(map(good, answers.values())), answers
     assert len({answer["out"] for answer in answers.values()}) == 1
     kill(max(answers))
-    reload(server)
+    server.reload()
     again = look(server, 3)
     assert all(map(good, again.values())), again
     assert {answer["out"] for answer in again.values()} == {answer["out"] for answer in answers.values()}

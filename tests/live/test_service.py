@@ -14,7 +14,7 @@ import pytest
 
 from tests.live.manager import Manager
 from tests.live.server import Server, is_running, marked_processes, wait_until
-from tests.live.test_share import FDS_OF_AN_OBJECT, ask_each, kill, loads, memfds, parked_fds, reload, wait_until_each
+from tests.live.test_share import FDS_OF_AN_OBJECT, ask_each, kill, loads, memfds, parked_fds, wait_until_each
 from tests.live.test_upgrade import Process
 
 Make = Callable[..., Server]
@@ -89,7 +89,7 @@ def test_the_newest_weights_are_kept(make_service: Callable[..., Service], tmp_p
     service = make_service()
     ask_each(service.server, 2)
     (tmp_path / "seed").write_text("2")
-    reload(service.server)
+    service.server.reload()
     wait_until_each(service.server, 2, "/answer", lambda answer: answer["seed"] == 2)
     service.restart(kill_all=True)
     assert {answer["seed"] for answer in ask_each(service.server, 2).values()} == {2}

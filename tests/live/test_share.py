@@ -82,16 +82,6 @@ def kill(pid: int) -> None:
     wait_until(lambda: not Path(f"/proc/{pid}").exists(), f"the arbiter to reap {pid}")
 
 
-def reload(server: Server) -> None:
-    """HUP, until the old workers are gone."""
-    old = server.worker_pids()
-    server.signal(signal.SIGHUP)
-    try:
-        wait_until(lambda: not any(map(is_running, old)), "the old workers to leave")
-    except AssertionError as error:
-        raise AssertionError(f"{error}\n{server.log}") from None
-
-
 def run_python(code: str, tmp_path: Path) -> str:
     """What `code` prints in a process that is no worker."""
     server = Server(tmp_path)  # for its environment; not started
@@ -265,11 +255,11 @@ def test_a_safetensors_file_is_kept_until_it_changes(make_server: Make, tmp_path
     write_safetensors(tmp_path, 1)
     server = make_server("filed:app", workers=2, env=ONE_THREAD, **ONE_DEVICE)
     first = digests()
-    reload(server)
+    server.reload()
     assert digests() == first
     assert len(loads(tmp_path)) == 1
     path = write_safetensors(tmp_path, 2)
-    reload(server)
+    server.reload()
     second = digests()
     assert len(loads(tmp_path)) == 2
     assert second == {run_python("import filed; print(filed.digest())", tmp_path)} != first
@@ -542,7 +532,7 @@ def test_what_a_reload_keeps(make_server: Make, tmp_path: Path, kept_by: str) ->
     ask_each(server, 2)
     expected = 1
     for _ in range(3):
-        reload(server)
+        server.reload()
         ask_each(server, 2)
         expected += kept_by == "nothing"
         assert len(loads(tmp_path)) == expected
@@ -552,7 +542,7 @@ def test_what_a_reload_keeps(make_server: Make, tmp_path: Path, kept_by: str) ->
     ask_each(server, 2)
     assert len(loads(tmp_path)) == expected
     seed.write_text("2")
-    reload(server)
+    server.reload()
     wait_until_each(server, 2, "/answer", lambda answer: answer["seed"] == 2)
     assert len(loads(tmp_path)) == expected + 1
     assert parked_fds(server) == FDS_OF_AN_OBJECT
@@ -565,14 +555,14 @@ def test_a_touched_or_replaced_file_is_loaded_anew(make_server: Make, tmp_path: 
     ask_each(server, 1)
     status = seed.stat()
     os.utime(seed, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
-    reload(server)
+    server.reload()
     ask_each(server, 1)
     assert len(loads(tmp_path)) == 2
     status = seed.stat()
     new.write_text("2")
     os.utime(new, ns=(status.st_atime_ns, status.st_mtime_ns))
     new.replace(seed)
-    reload(server)
+    server.reload()
     assert next(iter(ask_each(server, 1).values()))["seed"] == 2
     assert len(loads(tmp_path)) == 3
 
@@ -598,7 +588,7 @@ def test_changed_classes_are_loaded_anew(make_server: Make, tmp_path: Path) -> N
     for text, expected in (("", 1), ("\n# It answers otherwise now.\n", 2)):
         with (tmp_path / "net.py").open("a") as source:
             source.write(text)
-        reload(server)
+        server.reload()
         ask_each(server, 2, "/where")
         assert len(loads(tmp_path)) == expected
 
@@ -615,7 +605,7 @@ def test_a_file_that_changes_waits_for_the_next_generation(make_server: Make, tm
     assert second in answers
     assert [answer["seed"] for answer in answers.values()] == [1, 1]
     assert len(loads(tmp_path)) == 1
-    reload(server)
+    server.reload()
     assert [answer["seed"] for answer in ask_each(server, 2).values()] == [2, 2]
     assert len(loads(tmp_path)) == 2
 
@@ -643,7 +633,7 @@ def test_reloads_leave_one_copy(make_server: Make, tmp_path: Path) -> None:
     arbiter_fds = count_fds(server.pid)
     for number in range(10):
         (tmp_path / "seed").write_text(str(number))
-        reload(server)
+        server.reload()
         wait_until_each(server, 2, "/answer", lambda answer, number=number: answer["seed"] == number)
     wait_until(lambda: parked_fds(server) == FDS_OF_AN_OBJECT, "one copy in the store", 30)
     wait_until(lambda: len(memfds(server)) == len(at_first), "one copy in the workers", 30)
@@ -658,7 +648,7 @@ def test_what_no_generation_uses_any_more_goes(make_server: Make, tmp_path: Path
     ask_each(server, 2)
     # The next generation calls its object otherwise, so no load takes the place of the old one.
     (tmp_path / "name").write_text("other")
-    reload(server)
+    server.reload()
     ask_each(server, 2)
     assert len(loads(tmp_path)) == 2
     wait_until(lambda: parked_fds(server) == FDS_OF_AN_OBJECT, "an idle worker to drop the old object", 30)

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.live.server import APPS, Server, wait_until
-from tests.live.test_share import ONE_THREAD, kill, reload
+from tests.live.test_share import ONE_THREAD, kill
 
 Make = Callable[..., Server]
 UNMODIFIED = APPS / "unmodified"
@@ -163,7 +163,7 @@ def test_a_preloaded_app_shares_its_model(
     check(server, result)
     kill(min(server.worker_pids()))
     check(server, result)
-    reload(server)
+    server.reload()
     check(server, result)
     assert imports(tmp_path) == [server.pid]
     assert arenas(server) == len(devices.split(","))

@@ -26,7 +26,6 @@ from tests.live.test_share import (
     loads,
     memfds,
     parked_fds,
-    reload,
     wait_until_each,
 )
 
@@ -109,7 +108,7 @@ def test_the_new_server_attaches(make_server: Make, upgrade: Upgrade, tmp_path: 
     assert parked_fds(new) == FDS_OF_AN_OBJECT
     wait_until(lambda: count_fds(new.pid) <= fds, "the new arbiter to have no more descriptors than the old one")
     # It is a server like any other: it reloads, and is upgraded in its turn.
-    reload(new)
+    new.reload()
     ask_each(new, 2)
     new.wait_for_log("Master has been promoted")
     newest = upgrade(new)
@@ -117,7 +116,7 @@ def test_the_new_server_attaches(make_server: Make, upgrade: Upgrade, tmp_path: 
     ask_each(newest, 2)
     assert len(loads(tmp_path)) == 1
     (tmp_path / "seed").write_text("2")
-    reload(newest)
+    newest.reload()
     wait_until_each(newest, 2, "/answer", lambda answer: answer["seed"] == 2)
     assert len(loads(tmp_path)) == 2
     wait_until(lambda: parked_fds(newest) == FDS_OF_AN_OBJECT, "one copy in the store")
